@@ -1,0 +1,72 @@
+"""The records of one decode round, in the order they are filled.
+
+Shape letters, used as name suffixes everywhere:
+
+    B  requests of the batch          K  tokens of a block: the anchor and K-1 drafts
+    W  verified width, W <= K         N  flat tokens, N = B * K or B * W
+    V  vocabulary                     H  hidden size
+    D  concatenated target features   L  draft layers
+
+The anchor is the last committed token (the bonus token of the round before): it is in the output already, but its
+key and value are not in any cache yet. A request's `seq_len` counts the tokens whose keys and values are cached, so the
+anchor stands at position `seq_len`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the scheduler hands over. Filled by `host.rounds.read`."""
+
+    seq_lens_B: torch.Tensor  # int64: tokens with cached keys and values
+    rows_B: torch.Tensor  # int64: the requests' rows of the request-to-token table
+    anchor_B: torch.Tensor  # int64: last committed token
+    # An upper bound of seq_lens_B + K on the host, for attention backends that plan on the CPU; the exact lengths lag.
+    seq_lens_bound_cpu_B: torch.Tensor
+    rids: list[str] = field(default_factory=list)  # request ids, host
+
+    @property
+    def num_requests(self) -> int:
+        return self.seq_lens_B.shape[0]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The block to draft and the cache slots it may write. Filled by `draft.block.BlockBuilder`."""
+
+    ids_BK: torch.Tensor  # int64: anchor, then mask tokens
+    positions_BK: torch.Tensor  # int64: seq_len, seq_len + 1, ...
+    slots_BK: torch.Tensor  # int64: cache slots of these positions, shared by target and drafter
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the drafter proposes. Filled by a proposer."""
+
+    tokens_BK: torch.Tensor  # int64: anchor, then the K-1 drafted tokens
+    # float32, shape (B, K-1): the drafter's own probability of each drafted token, None where it gives none.
+    confidence: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the target says of the block. Filled by `verify.target.Verifier`."""
+
+    logits_NV: torch.Tensor  # row i*W + j: the target's logits after token j of request i's block
+    features_ND: torch.Tensor  # tapped hidden states of the same tokens
+    ran_graph: bool
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What is committed: between 1 and W tokens a request. Filled by `accept`."""
+
+    commit_B: torch.Tensor  # int32: committed tokens, the bonus token included
+    bonus_B: torch.Tensor  # int64: the target's own token after the accepted drafts; the next round's anchor
+    tokens_BW: torch.Tensor  # int64: accepted drafts, then the bonus token, then zeros
+    new_lens_B: torch.Tensor  # int64: seq_lens_B + commit_B

@@ -1,0 +1,100 @@
+"""What every implementation of an op demands of its arguments: shapes, dtypes, layout. Reads no tensor's content."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_dflash_kernels.cache_pointers import CachePointers
+from sglang_dflash_kernels.top1_workspace import MAX_SPLITS, MAX_VOCAB, Top1Workspace
+
+# Tokens of the widest block: lanes of one program of `prepare_block` and `accept_greedy`.
+MAX_WIDTH = 64
+
+INDEX = (torch.int32, torch.int64)
+INT32 = (torch.int32,)
+INT64 = (torch.int64,)
+FLOAT = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT32 = (torch.float32,)
+
+
+def expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    """A bug of the caller is an AssertionError. The last dimension is contiguous, the others have any stride."""
+    assert tuple(tensor.shape) == shape, f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}"
+    assert tensor.dtype in dtypes, f"{name}: expected one of {dtypes}, got {tensor.dtype}"
+    assert shape[-1] <= 1 or tensor.stride(-1) == 1, f"{name}: expected a contiguous last dimension"
+
+
+def prepare_block(anchor_B, seq_lens_B, rows_B, req_to_token, *, ids_BK, positions_BK, slots_BK) -> tuple[int, int]:
+    """Returns (B, K)."""
+    size, width = ids_BK.shape
+    assert 1 <= width <= MAX_WIDTH, f"ids_BK: expected a block of 1 to {MAX_WIDTH} tokens, got {width}"
+    expect("anchor_B", anchor_B, (size,), INDEX)
+    expect("seq_lens_B", seq_lens_B, (size,), INDEX)
+    expect("rows_B", rows_B, (size,), INDEX)
+    expect("req_to_token", req_to_token, tuple(req_to_token.shape), INDEX)
+    for name, output in (("ids_BK", ids_BK), ("positions_BK", positions_BK), ("slots_BK", slots_BK)):
+        expect(name, output, (size, width), INT64)
+    return size, width
+
+
+def accept_greedy(
+    tokens_BK, target_BW, seq_lens_B, widths_B, *, commit_B, bonus_B, tokens_BW, new_lens_B
+) -> tuple[int, int]:
+    """Returns (B, W)."""
+    size, width = target_BW.shape
+    block = tokens_BK.shape[1]
+    assert 1 <= width <= MAX_WIDTH, f"target_BW: expected a width of 1 to {MAX_WIDTH}, got {width}"
+    assert width <= block, f"target_BW: expected at most the block's {block} columns, got {width}"
+    expect("tokens_BK", tokens_BK, (size, block), INT64)
+    expect("target_BW", target_BW, (size, width), INT64)
+    expect("seq_lens_B", seq_lens_B, (size,), INDEX)
+    if widths_B is not None:
+        expect("widths_B", widths_B, (size,), INDEX)
+    expect("commit_B", commit_B, (size,), INT32)
+    expect("bonus_B", bonus_B, (size,), INT64)
+    expect("tokens_BW", tokens_BW, (size, width), INT64)
+    expect("new_lens_B", new_lens_B, (size,), INT64)
+    return size, width
+
+
+def store_features(
+    kv_NLE, positions_N, slots_N, commit_B, *, k_norm_LD, eps_L, cos_sin_PR, caches: CachePointers
+) -> tuple[int, int]:
+    """Returns (N, W); W is N where commit_B is None."""
+    num_tokens, layers = kv_NLE.shape[0], caches.num_layers
+    expect("kv_NLE", kv_NLE, (num_tokens, layers, 2 * caches.kv_heads * caches.head_dim), FLOAT)
+    expect("positions_N", positions_N, (num_tokens,), INDEX)
+    expect("slots_N", slots_N, (num_tokens,), INDEX)
+    expect("k_norm_LD", k_norm_LD, (layers, caches.head_dim), FLOAT)
+    expect("eps_L", eps_L, (layers,), FLOAT32)
+    rotary_dim = cos_sin_PR.shape[1]
+    expect("cos_sin_PR", cos_sin_PR, (cos_sin_PR.shape[0], rotary_dim), FLOAT)
+    assert rotary_dim in range(2, caches.head_dim + 1, 2), (
+        f"cos_sin_PR: expected an even rotary_dim of 2 to head_dim {caches.head_dim}, got {rotary_dim}"
+    )
+    if commit_B is None or num_tokens == 0:
+        return num_tokens, num_tokens
+    size = commit_B.shape[0]
+    expect("commit_B", commit_B, (size,), INDEX)
+    width = num_tokens // max(size, 1)
+    assert width * size == num_tokens, (
+        f"kv_NLE: expected the same number of tokens for each of {size} requests, got {num_tokens} tokens"
+    )
+    return num_tokens, width
+
+
+def top1(logits_NV, *, tokens_N, confidence_N, workspace: Top1Workspace | None) -> tuple[int, int]:
+    """Returns (N, V)."""
+    num_rows, vocab = logits_NV.shape
+    assert 1 <= vocab <= MAX_VOCAB, f"logits_NV: expected a vocabulary of 1 to {MAX_VOCAB}, got {vocab}"
+    expect("logits_NV", logits_NV, (num_rows, vocab), FLOAT)
+    shape = tuple(tokens_N.shape)
+    assert len(shape) in (1, 2), f"tokens_N: expected one or two dimensions, got shape {list(shape)}"
+    assert tokens_N.numel() == num_rows, f"tokens_N: expected {num_rows} elements, got shape {list(shape)}"
+    expect("tokens_N", tokens_N, shape, INT64)
+    expect("confidence_N", confidence_N, shape, FLOAT32)
+    if workspace is not None:
+        rows, splits = workspace.maximum_NS.shape
+        assert splits == MAX_SPLITS, f"workspace: expected {MAX_SPLITS} splits a row, got {splits}"
+        assert rows >= num_rows, f"workspace: expected room for {num_rows} rows, got {rows}"
+    return num_rows, vocab

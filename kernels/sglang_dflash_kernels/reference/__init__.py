@@ -1,0 +1,11 @@
+"""The ops in pure torch: the oracle of the Triton kernels and the path of devices without Triton.
+
+Unlike the kernels they allocate, and `store_features` synchronizes a CUDA device: they are not for graph capture.
+"""
+
+from sglang_dflash_kernels.reference.accept_greedy import accept_greedy
+from sglang_dflash_kernels.reference.prepare_block import prepare_block
+from sglang_dflash_kernels.reference.store_features import store_features
+from sglang_dflash_kernels.reference.top1 import top1
+
+__all__ = ["accept_greedy", "prepare_block", "store_features", "top1"]

@@ -1,0 +1,23 @@
+"""SGLang functions that choose a GPU path on a CPU; each replacement says why it is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def register() -> None:
+    """Register the replacements with SGLang's HookRegistry, which applies them after the plugins have loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", get_last_loc, HookType.REPLACE)
+
+
+def get_last_loc(req_to_token: Any, req_pool_indices_tensor: Any, prefix_lens_tensor: Any) -> Any:
+    """The slot of each request's last token, -1 where it has none, for allocating whole pages in speculative decoding.
+
+    SGLang launches a Triton kernel here unless the attention backend is named "torch_native" or "ascend"; its PyTorch version is
+    right for every CPU backend.
+    """
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)

@@ -14,7 +14,8 @@ anchor stands at position `seq_len`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ class Round:
     anchor_B: torch.Tensor  # int64: last committed token
     # An upper bound of seq_lens_B + K on the host, for attention backends that plan on the CPU; the exact lengths lag.
     seq_lens_bound_cpu_B: torch.Tensor
-    rids: list[str] = field(default_factory=list)  # request ids, host
+    seq_lens_bound_sum: int  # its sum
+    rids: tuple[str, ...]  # request ids
 
     @property
     def num_requests(self) -> int:
@@ -42,6 +44,7 @@ class Block:
     ids_BK: torch.Tensor  # int64: anchor, then mask tokens
     positions_BK: torch.Tensor  # int64: seq_len, seq_len + 1, ...
     slots_BK: torch.Tensor  # int64: cache slots of these positions, shared by target and drafter
+    plan: Any  # SGLang's plan of these slots, read by `host` alone
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Verified:
 
     logits_NV: torch.Tensor  # row i*W + j: the target's logits after token j of request i's block
     features_ND: torch.Tensor  # tapped hidden states of the same tokens
-    ran_graph: bool
+    width: int  # W
+    host_result: Any  # SGLang's own result of the forward, read by `host` alone
 
 
 @dataclass(frozen=True)

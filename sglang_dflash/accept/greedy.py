@@ -1,0 +1,41 @@
+"""Greedy acceptance: the longest run of drafts equal to the target's own choices, then the target's next token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_dflash.buffers import Buffers
+from sglang_dflash.records import Accepted, Draft, Round, Verified
+
+
+class GreedyAcceptor:
+    """Commits exactly the tokens that plain greedy decoding would have chosen one by one."""
+
+    def __init__(self, ops: Any, buffers: Buffers) -> None:
+        self._accept_greedy = ops.accept_greedy
+        self._buffers = buffers
+
+    def accept(self, round_: Round, draft: Draft, verified: Verified) -> Accepted:
+        num_requests, width = round_.num_requests, verified.width
+        # The same argmax over the same float32 logits as SGLang's sampler: ties fall on the same token.
+        target_BW = torch.argmax(verified.logits_NV, dim=-1).view(num_requests, width)
+        buffers = self._buffers.next_accepted()
+        accepted = Accepted(
+            commit_B=buffers.commit_B[:num_requests],
+            bonus_B=buffers.bonus_B[:num_requests],
+            tokens_BW=buffers.tokens_BK[:num_requests, :width],
+            new_lens_B=buffers.new_lens_B[:num_requests],
+        )
+        self._accept_greedy(
+            draft.tokens_BK,
+            target_BW,
+            round_.seq_lens_B,
+            None,
+            commit_B=accepted.commit_B,
+            bonus_B=accepted.bonus_B,
+            tokens_BW=accepted.tokens_BW,
+            new_lens_B=accepted.new_lens_B,
+        )
+        return accepted

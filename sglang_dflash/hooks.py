@@ -1,0 +1,103 @@
+"""The hooks: two on SGLang's argument resolution, one on the choice of the speculative worker, two in the scheduler.
+
+All are AROUND or AFTER hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_dflash import __version__, config
+
+logger = logging.getLogger(__name__)
+
+_RESOLUTION = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
+_DFLASH_ARGUMENTS = "sglang.srt.arg_groups.speculative_hook._handle_dflash"
+_CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+_VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
+_SERVER_INFO = (
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative"
+)
+
+
+def install() -> list[str]:
+    """Install the hooks that every process needs; sentences about targets that could not be hooked."""
+    return _apply(
+        {_RESOLUTION: _before_resolution, _DFLASH_ARGUMENTS: _resolve_arguments, _CREATE_WORKER: _create_worker}
+    )
+
+
+def _apply(hooks: dict[str, Any]) -> list[str]:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    # SGLang applies hooks after all plugins ran and only logs a failure; applied here, a failure can be told.
+    HookRegistry.apply_hooks()
+    return [f"the hook on {target} could not be applied; see SGLang's log." for target in hooks if not _hooked(target)]
+
+
+def _hooked(target: str) -> bool:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return target in HookRegistry._patched
+
+
+def _before_resolution(original: Any, server_args: Any) -> None:
+    """A drafter in the speculators form becomes one in the form SGLang reads, before SGLang looks at it."""
+    from sglang_dflash.host import arguments
+
+    arguments.point_to_readable_drafter(server_args)
+    original(server_args)
+
+
+def _resolve_arguments(original: Any, server_args: Any) -> None:
+    """Ours where we serve the configuration; SGLang's own resolution, for its own worker, where we do not."""
+    from sglang_dflash.host import arguments
+
+    reasons = arguments.reasons_for_stock(server_args)
+    if not reasons:
+        arguments.resolve(server_args)
+        return
+    _hand_over(reasons)
+    original(server_args)
+
+
+def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
+    """The class, or here the function, that SGLang calls to make the speculative worker."""
+    if not self.is_dflash():
+        return original(self, server_args)
+    from sglang_dflash import hostcheck
+    from sglang_dflash.host import arguments
+
+    reasons = arguments.reasons_for_stock(server_args) or hostcheck.problems(hostcheck.WORKER)
+    reasons = reasons or _apply({_VALIDATE_REQUEST: _validate_request, _SERVER_INFO: _add_server_info})
+    if reasons:
+        _hand_over(reasons)
+        return original(self, server_args)
+    from sglang_dflash.worker import DFlashWorker
+
+    return DFlashWorker
+
+
+def _hand_over(reasons: list[str]) -> None:
+    """Tell that SGLang's built-in worker serves, and why; refuse in strict mode."""
+    why = "; ".join(reasons)
+    if config.load().strict:
+        raise ValueError(
+            f"sglang-dflash does not serve this configuration: {why}. Remove the option, or unset "
+            f"{config.STRICT_VARIABLE} to let SGLang's built-in DFLASH worker serve it."
+        )
+    logger.warning("SGLang's built-in DFLASH worker serves, not sglang-dflash %s: %s.", __version__, why)
+
+
+def _validate_request(original: Any, req: Any, enable_overlap: bool) -> str | None:
+    from sglang_dflash.host import requests
+
+    return requests.refusal(req) or original(req, enable_overlap)
+
+
+def _add_server_info(original: Any, self: Any, state: dict[str, Any]) -> None:
+    original(self, state)
+    state["speculative_worker"] = f"sglang_dflash.worker.DFlashWorker {__version__}"

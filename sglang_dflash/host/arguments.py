@@ -1,0 +1,186 @@
+"""Resolution of the DFLASH arguments, in place of SGLang's `_handle_dflash`, before any process or weight is loaded.
+
+A wrong drafter, or a drafter that does not fit the target, is refused here with a sentence that says what to change.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash import checkpoint, cpu, drafter_config, drafter_fit, paths
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = "sglang_dflash"
+# SGLang's own default for speculative decoding: the target's graphs hold float32 logits of every verified token.
+DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+
+def _view(server_args: Any) -> Any:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
+
+
+def _declare(server_args: Any, **fields: Any) -> None:
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(server_args, _SOURCE, **fields)
+
+
+def reasons_for_stock(server_args: Any) -> list[str]:
+    """What of a configuration our worker does not serve, a phrase each; empty when it serves all of it."""
+    from sglang.srt.runtime_context import attn_dp_enabled_of
+
+    cfg = _view(server_args)
+    reasons = [
+        phrase
+        for phrase, present in (
+            (f"--tp-size {cfg.tp_size}", cfg.tp_size > 1),
+            (f"--pp-size {cfg.pp_size}", cfg.pp_size > 1),
+            ("attention data parallelism", attn_dp_enabled_of(cfg)),
+            (f"--disaggregation-mode {cfg.disaggregation_mode}", cfg.disaggregation_mode != "null"),
+            ("--enable-hierarchical-cache", cfg.enable_hierarchical_cache),
+            ("--enable-lora", cfg.enable_lora),
+            ("--enable-mixed-chunk", cfg.enable_mixed_chunk),
+            ("--enable-unified-memory", cfg.enable_unified_memory),
+            ("--speculative-draft-window-size", cfg.speculative_draft_window_size is not None),
+            (f"--kv-cache-dtype {cfg.kv_cache_dtype}", cfg.kv_cache_dtype not in ("auto", "bfloat16", "bf16")),
+            (f"device {cfg.device}", cfg.device not in ("cuda", "cpu")),
+        )
+        if present
+    ]
+    if not reasons and cfg.speculative_draft_model_path is not None:
+        variant = drafter_config.read_config(drafter_dir(cfg)).variant
+        if variant != "dflash":
+            reasons.append(f"a drafter of the variant {variant}")
+    return reasons
+
+
+def drafter_dir(cfg: Any) -> Path:
+    """Local directory of the drafter; a hub name is fetched into the hub client's cache."""
+    path = Path(cfg.speculative_draft_model_path)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            cfg.speculative_draft_model_path,
+            revision=cfg.speculative_draft_model_revision,
+            allow_patterns=["*.json", "*.safetensors"],
+        )
+    )
+
+
+def point_to_readable_drafter(server_args: Any) -> None:
+    """Replace a drafter in the speculators form by its rewritten copy; any other is left alone."""
+    cfg = _view(server_args)
+    if (cfg.speculative_algorithm or "").upper() != "DFLASH" or cfg.speculative_draft_model_path is None:
+        return
+    path = Path(cfg.speculative_draft_model_path)
+    if path.is_dir():
+        readable = checkpoint.sglang_form(path, paths.home() / "drafters")
+        if readable != path:
+            _declare(server_args, speculative_draft_model_path=str(readable))
+
+
+def resolve(server_args: Any) -> None:
+    """Check the drafter against the target and settle every DFLASH argument.
+
+    Raises:
+        ValueError: a missing, malformed or misfitting drafter, or an argument out of range.
+    """
+    cfg = _view(server_args)
+    if cfg.speculative_draft_model_path is None:
+        raise ValueError(
+            "--speculative-algorithm DFLASH: expected --speculative-draft-model-path, got none; name a DFlash drafter "
+            "that was trained for the target."
+        )
+    block_size = _requested_block_size(cfg)
+    path = drafter_dir(cfg)
+    drafter = drafter_config.read_config(path)
+    drafter_fit.validate(drafter, _target_facts(server_args, drafter), block_size)
+    if (cfg.speculative_draft_load_format or cfg.load_format) != "dummy":
+        checkpoint.check_tensors(path, drafter)
+    for name in ("speculative_num_steps", "speculative_eagle_topk"):
+        if getattr(cfg, name) not in (None, 1):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: expected 1 or nothing, got {getattr(cfg, name)}; DFlash drafts a whole "
+                "block in one step. Leave the flag out."
+            )
+    _declare(
+        server_args,
+        speculative_num_steps=1,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=block_size or drafter.block_size,
+    )
+    _resolve_scheduling(server_args)
+    _resolve_attention(server_args)
+
+
+def _requested_block_size(cfg: Any) -> int | None:
+    wide, short = cfg.speculative_num_draft_tokens, cfg.speculative_dflash_block_size
+    if wide is not None and short is not None and int(wide) != int(short):
+        raise ValueError(
+            f"--speculative-num-draft-tokens {wide} and --speculative-dflash-block-size {short} name the same thing: "
+            "expected one value; leave one of them out."
+        )
+    size = wide if wide is not None else short
+    if size is not None and int(size) < 2:
+        raise ValueError(
+            f"--speculative-num-draft-tokens: expected at least 2 (the anchor and one draft), got {size}; use the "
+            "drafter's block size by leaving the flag out."
+        )
+    return None if size is None else int(size)
+
+
+def _target_facts(server_args: Any, drafter: drafter_config.DrafterConfig) -> drafter_fit.TargetFacts:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    model = model_config_of(server_args)
+    text = model.hf_text_config
+    return drafter_fit.TargetFacts(
+        name=_view(server_args).model_path,
+        hidden_size=int(text.hidden_size),
+        num_hidden_layers=int(text.num_hidden_layers),
+        vocab_size=int(text.vocab_size),
+        last_tap=drafter_fit.last_tap(model.hf_config.architectures[0], int(text.num_hidden_layers)),
+        token_ids=_token_ids(server_args) if drafter.mask_token or drafter.mask_token_id is None else None,
+    )
+
+
+def _token_ids(server_args: Any) -> dict[str, int]:
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    cfg = _view(server_args)
+    tokenizer = get_tokenizer(
+        cfg.tokenizer_path or cfg.model_path,
+        tokenizer_mode=cfg.tokenizer_mode,
+        trust_remote_code=cfg.trust_remote_code,
+        revision=cfg.revision,
+    )
+    return tokenizer.get_vocab()
+
+
+def _resolve_scheduling(server_args: Any) -> None:
+    cfg = _view(server_args)
+    if cfg.max_running_requests is None:
+        _declare(server_args, max_running_requests=DEFAULT_MAX_RUNNING_REQUESTS)
+        logger.warning(
+            "At most %d requests run at once; set --max-running-requests to change it.", DEFAULT_MAX_RUNNING_REQUESTS
+        )
+    if cfg.min_free_slots_delay is None:
+        # SGLang would hold new requests back until several slots are free, for DFLASH alone.
+        _declare(server_args, min_free_slots_delay=0)
+
+
+def _resolve_attention(server_args: Any) -> None:
+    if cpu.is_cpu_engine():
+        _declare(server_args, speculative_draft_attention_backend=cpu.ATTENTION_BACKEND)
+        return
+    from sglang.srt.arg_groups.speculative_hook import _resolve_dflash_draft_attention_backend
+
+    _resolve_dflash_draft_attention_backend(server_args)

@@ -1,0 +1,139 @@
+"""The draft model inside SGLang: its worker, its share of the KV pool, its graphs, and its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import enable_num_token_non_padded as counts_real_tokens
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker, make_draft_block_spec_info
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_dflash.host.target_model import TargetModel
+from sglang_dflash.inject.features import DraftLayers
+from sglang_dflash.records import Block, Round
+
+
+class DraftModel:
+    """SGLang's worker of the drafter, as the round uses it."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target: TargetModel, block_size: int) -> None:
+        bundle = build_draft_tp_worker(
+            server_args=server_args,
+            gpu_id=gpu_id,
+            nccl_port=nccl_port,
+            target_model_config=target.runner.model_config,
+            algo_label="DFLASH",
+        )
+        self.worker = bundle.draft_worker
+        self.runner = bundle.draft_model_runner
+        self.model = bundle.draft_model
+        self.model.set_block_size(block_size)
+        # SGLang's draft model embeds its block with this, inside the graph; given embeddings it would cast to bfloat16.
+        self.model.forward_embed = target.embed
+        self.block_size = block_size
+        self._spec_info = make_draft_block_spec_info(draft_token_num=block_size, device=self.runner.device)
+        self._score: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+
+    def init_graphs(self, score: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Capture the drafter's graphs, each ending in `score(hidden (N, H), ids (N,))`."""
+        self._score = score
+        capture = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
+        if capture:
+            self.runner.capture_tail_hooks.append(
+                lambda runner, out, forward_batch, num_tokens: score(out.hidden_states, forward_batch.input_ids)
+            )
+        self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
+
+    def forward(self, round_: Round, block: Block) -> None:
+        """Run the block through the drafter and score it: the block sees the injected context and, both ways, itself.
+
+        Its keys and values go to the block's slots and stay there until features are injected over them.
+        """
+        assert self._score is not None, "init_graphs must run before the first round"
+        num_tokens = block.ids_BK.numel()
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=round_.num_requests,
+            input_ids=block.ids_BK.view(-1),
+            req_pool_indices=round_.rows_B,
+            seq_lens=round_.seq_lens_B,
+            out_cache_loc=block.slots_BK.view(-1),
+            seq_lens_sum=round_.seq_lens_bound_sum,
+            seq_lens_cpu=round_.seq_lens_bound_cpu_B,
+            positions=block.positions_BK.view(-1),
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self._spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            num_token_non_padded=(
+                torch.full((), num_tokens, dtype=torch.int32, device=self.runner.device) if counts_real_tokens() else None
+            ),
+            global_num_token_non_padded_cpu=num_tokens,
+        )
+        block.plan.bind(forward_batch, self.runner.kv_index_translator)
+        with torch.inference_mode():
+            out = self.runner.forward(forward_batch)
+            if not out.can_run_graph:
+                self._score(out.logits_output.hidden_states, forward_batch.input_ids)
+
+    def layers(self) -> DraftLayers:
+        """What injection reads of the drafter; call after the KV pool is allocated.
+
+        Raises:
+            ValueError: weights or a KV pool of a kind that injection does not serve.
+        """
+        from sglang_dflash_kernels import CachePointers
+
+        attention = [layer.self_attn for layer in self.model.layers]
+        _require_supported(attention, self.runner.token_to_kv_pool)
+        pool = self.runner.token_to_kv_pool
+        kv_bias_LE = None
+        if attention[0].qkv_proj.bias is not None:
+            kv_bias_LE = torch.stack([a.qkv_proj.bias[a.q_size :] for a in attention])
+        rotary = attention[0].rotary_emb
+        return DraftLayers(
+            fuse=self.model.project_target_hidden,
+            kv_weight_LEH=_stack_in_place([a.qkv_proj.weight for a in attention])[:, attention[0].q_size :],
+            kv_bias_LE=kv_bias_LE,
+            k_norm_LD=_stack_in_place([a.k_norm.weight for a in attention]),
+            eps_L=torch.tensor([a.k_norm.variance_epsilon for a in attention], device=self.runner.device),
+            cos_sin_PR=lambda: rotary.cos_sin_cache,
+            value_scale=1.0 if attention[0].v_scale is None else float(attention[0].v_scale),
+            caches=CachePointers(list(pool.k_buffer), list(pool.v_buffer)),
+        )
+
+
+def _stack_in_place(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """Move equally shaped parameters into one tensor of shape (L, ...) and return it; each becomes a view of its part.
+
+    A weight update that writes into the parameters is then seen at once, and nothing is stored twice.
+    """
+    stacked = torch.stack([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, stacked, strict=True):
+        parameter.data = part
+    return stacked
+
+
+def _require_supported(attention: list[Any], pool: Any) -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    first = attention[0]
+    if any(a.use_gemma_norm or not a.rotary_emb.is_neox_style for a in attention):
+        raise ValueError("the drafter: expected RMSNorm and neox-style RoPE, got Gemma norms or interleaved RoPE.")
+    if any(getattr(a.qkv_proj, "weight", None) is None or not a.qkv_proj.weight.is_floating_point() for a in attention):
+        raise ValueError("the drafter: expected dense attention weights, got quantized ones; use the unquantized drafter.")
+    if any(scale not in (None, 1.0) for a in attention for scale in (a.attn.k_scale, a.attn.v_scale)):
+        raise ValueError("the drafter: expected key and value scales of 1, got others; use --kv-cache-dtype auto.")
+    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
+        raise ValueError(
+            f"the drafter's KV pool: expected SGLang's MHATokenToKVPool in the token-major layout, got "
+            f"{type(pool).__name__} ({getattr(pool, 'kv_cache_layout', 'unknown')}); leave the KV-cache flags at their "
+            "defaults."
+        )
+    if pool.store_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"the drafter's KV pool: expected a float dtype, got {pool.store_dtype}; use --kv-cache-dtype auto.")
+    assert pool.head_num == first.num_kv_heads, "the drafter's KV pool was sized for another number of heads"

@@ -1,0 +1,61 @@
+"""Which request options are served: a request with another is refused by name, never answered wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def refusal(req: Any) -> str | None:
+    """Why a request cannot be served, as one sentence for its sender; None when it can.
+
+    Args:
+        req: SGLang's `Req`, its sampling parameters normalised.
+    """
+    options = _unserved(req)
+    if not options:
+        return None
+    return (
+        f"sglang-dflash {_version()} serves greedy decoding only and cannot serve {', '.join(options)}. Send "
+        "temperature=0 and leave the option out, or start the server without the plugin (SGLANG_PLUGINS=none)."
+    )
+
+
+def _version() -> str:
+    from sglang_dflash import __version__
+
+    return __version__
+
+
+def _unserved(req: Any) -> list[str]:
+    params = req.sampling_params
+    options = []
+    # SGLang writes greedy decoding as top_k == 1 (temperature 0 is turned into it).
+    if params.top_k != 1:
+        options.append(f"temperature={params.temperature:g} (sampling)")
+    neutral = {
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+    }
+    options += [
+        f"{name}={getattr(params, name):g}" for name, value in neutral.items() if getattr(params, name) != value
+    ]
+    options += [
+        name
+        for name in ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
+        if getattr(params, name)
+    ]
+    options += [
+        name
+        for name in (
+            "return_logprob",
+            "return_hidden_states",
+            "return_sampling_mask",
+            "custom_logit_processor",
+            "lora_id",
+            "positional_embed_overrides",
+        )
+        if getattr(req, name)
+    ]
+    return options

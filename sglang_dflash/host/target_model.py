@@ -1,0 +1,80 @@
+"""The target model inside SGLang: prefill with feature capture, and verification of a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+from sglang_dflash.records import Block, Draft, Round, Verified
+
+
+class TargetModel:
+    """SGLang's worker of the target, as the round uses it."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.runner = worker.model_runner
+        scale = getattr(self.runner.model, "get_dflash_noise_embedding_scale", None)
+        self._embedding = self.runner.model.get_input_embeddings()
+        self._embedding_scale = 1.0 if scale is None else float(scale())
+
+    def head(self) -> torch.Tensor:
+        """The language-model head (V, H) without padded rows, which the drafter shares.
+
+        Raises:
+            ValueError: the head is quantized or missing.
+        """
+        head = getattr(self.runner.model, "lm_head", None)
+        weight = getattr(head, "weight", None)
+        if weight is None or weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"the target {type(self.runner.model).__name__}: expected an lm_head with a dense float weight, got "
+                f"{'none' if weight is None else weight.dtype}; use a target whose head is not quantized."
+            )
+        return weight[: int(self.runner.model_config.vocab_size)]
+
+    def embed(self, ids_N: torch.Tensor) -> torch.Tensor:
+        """The target's embeddings (N, H) of a block's ids, which the drafter shares."""
+        embeds_NH = self._embedding(ids_N)
+        return embeds_NH if self._embedding_scale == 1.0 else embeds_NH * self._embedding_scale
+
+    def prefill(self, batch: Any) -> tuple[Any, torch.Tensor]:
+        """Run a prefill batch; SGLang's result, and the features (N, D) of its tokens, taken out of it."""
+        result = self.worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
+        features_ND = _take_features(result.logits_output)
+        # Rows past the batch's tokens are padding of the target's graph.
+        return result, features_ND[: int(sum(batch.extend_lens))]
+
+    def verify(self, batch: Any, round_: Round, block: Block, draft: Draft, width: int) -> Verified:
+        """One causal pass over the first `width` tokens of every block, on top of the cached prefixes.
+
+        Overwrites fields of `batch`; SGLang restores all of them after the worker returns.
+        """
+        cols = None if width == block.ids_BK.shape[1] else slice(0, width)
+        batch.out_cache_loc = block.slots_BK[:, :width].reshape(-1)
+        batch.seq_lens_cpu = round_.seq_lens_bound_cpu_B
+        batch.seq_lens_sum = round_.seq_lens_bound_sum
+        verify_input = DFlashVerifyInput(
+            draft_token=draft.tokens_BK[:, :width].reshape(-1),
+            positions=block.positions_BK[:, :width].reshape(-1),
+            draft_token_num=width,
+            custom_mask=None,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=block.plan,
+            kv_loc_cols=cols,
+        )
+        # Deferred: the runner loads the batch into its graph once, when it runs it.
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
+        result = self.worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        features_ND = _take_features(result.logits_output)
+        return Verified(result.logits_output.next_token_logits, features_ND, width, result)
+
+
+def _take_features(logits_output: Any) -> torch.Tensor:
+    """The captured features, removed from the output so that SGLang does not copy them to the host."""
+    features_ND, logits_output.hidden_states = logits_output.hidden_states, None
+    assert features_ND is not None, "the target captured no hidden states although the drafter's taps were set"
+    return features_ND

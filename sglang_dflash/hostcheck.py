@@ -1,0 +1,202 @@
+"""Every name of SGLang that this package uses, with the parameters it passes; nothing else of SGLang is relied on.
+
+A host of another version, or one whose functions changed, is refused with a sentence that names what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+import pkgutil
+
+SGLANG_VERSION = "0.5.23"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """One name of SGLang.
+
+    Attributes:
+        path: dotted path of a function, method or class.
+        parameters: names we pass, or, for a class without a constructor of interest, attributes we read.
+        exact: the function's parameters must be exactly these (a hook wraps it and passes them on).
+    """
+
+    path: str
+    parameters: tuple[str, ...] = ()
+    exact: bool = False
+
+    def problem(self) -> str | None:
+        """What differs, as one sentence; None when the host fits."""
+        try:
+            target = pkgutil.resolve_name(self.path)
+        except (ImportError, AttributeError) as error:
+            return f"SGLang has no {self.path} ({error}); install sglang=={SGLANG_VERSION}."
+        found = _names(target)
+        missing = [name for name in self.parameters if name not in found]
+        if missing or (self.exact and tuple(found) != self.parameters):
+            return (
+                f"{self.path}: expected parameters ({', '.join(self.parameters)}), got ({', '.join(found)}); "
+                f"install sglang=={SGLANG_VERSION}."
+            )
+        return None
+
+
+def _names(target: object) -> list[str]:
+    if isinstance(target, type):
+        names = [name for name in inspect.signature(target).parameters if not name.startswith("_")]
+        return names + [name for name in dir(target) if not name.startswith("__")]
+    if callable(target):
+        return list(inspect.signature(target).parameters)
+    return []
+
+
+# Cheap to resolve: checked in every process.
+REGISTRATION = (
+    Contract("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
+    Contract("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks"),
+    Contract("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", ("self", "server_args"), exact=True),
+    Contract("sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",), exact=True),
+    Contract("sglang.srt.arg_groups.speculative_hook._handle_dflash", ("server_args",), exact=True),
+    Contract("sglang.srt.arg_groups.speculative_hook._resolve_dflash_draft_attention_backend", ("server_args",)),
+    Contract("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "source", "fields")),
+    Contract("sglang.srt.arg_groups.overrides.resolving_view", ("server_args",)),
+    Contract("sglang.srt.arg_groups.model_override_base.model_config_of", ("server_args",)),
+    Contract("sglang.srt.runtime_context.attn_dp_enabled_of", ("cfg",)),
+)
+
+# The scheduler's side: checked where the worker is made, and by `sglang-dflash check`.
+WORKER = (
+    Contract("sglang.srt.speculative.dflash_utils.validate_dflash_request", ("req", "enable_overlap"), exact=True),
+    Contract(
+        "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+        ("self", "state"),
+        exact=True,
+    ),
+    Contract(
+        "sglang.srt.speculative.base_spec_worker.BaseSpecWorker",
+        (
+            "alloc_memory_pool",
+            "init_attention_backends",
+            "init_cuda_graphs",
+            "prewarm_sampling",
+            "init_hicache_draft_plan",
+            "weight_update_runners",
+            "spec_v2_attn_backends",
+            "last_shared_read_runner",
+            "on_verify_complete_cpu",
+        ),
+    ),
+    Contract(
+        "sglang.srt.speculative.draft_worker_common.build_draft_tp_worker",
+        ("server_args", "gpu_id", "nccl_port", "target_model_config", "algo_label"),
+    ),
+    Contract("sglang.srt.speculative.draft_worker_common.make_draft_input_v2", ("bonus_tokens", "new_seq_lens")),
+    Contract("sglang.srt.speculative.draft_worker_common.make_draft_block_spec_info", ("draft_token_num", "device")),
+    Contract(
+        "sglang.srt.speculative.spec_utils.sample_simulated_acc_len",
+        ("simulate_acc_len", "simulate_acc_method", "max_len"),
+    ),
+    Contract(
+        "sglang.srt.speculative.dflash_info.DFlashVerifyInput",
+        ("draft_token", "positions", "draft_token_num", "custom_mask", "capture_hidden_mode", "kv_loc_plan", "kv_loc_cols"),
+    ),
+    Contract(
+        "sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify",
+        ("batch", "target_worker", "defer_metadata_init"),
+    ),
+    Contract("sglang.srt.speculative.dflash_info_v2.DFlashDraftInputV2.create_idle_input", ("device",)),
+    Contract(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        ("batch", "forward_batch", "pp_proxy_tensors", "is_verify", "capture_hidden_mode", "return_kv_loc_plan"),
+    ),
+    Contract(
+        "sglang.srt.managers.utils.GenerationBatchResult",
+        (
+            "logits_output",
+            "next_token_ids",
+            "accept_lens",
+            "can_run_cuda_graph",
+            "next_draft_input",
+            "speculative_num_draft_tokens",
+            "new_seq_lens",
+            "routed_experts_output",
+            "indexer_topk_output",
+        ),
+    ),
+    Contract(
+        "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.plan",
+        ("req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual", "read_extent"),
+    ),
+    Contract("sglang.srt.mem_cache.kv_loc_plan.KVLocPlan.write_ids", ("reader",)),
+    Contract("sglang.srt.mem_cache.kv_loc_plan.KVLocPlan.bind", ("batch", "reader")),
+    Contract(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        (
+            "forward_mode",
+            "batch_size",
+            "input_ids",
+            "req_pool_indices",
+            "seq_lens",
+            "out_cache_loc",
+            "seq_lens_sum",
+            "seq_lens_cpu",
+            "positions",
+            "spec_algorithm",
+            "spec_info",
+            "capture_hidden_mode",
+            "num_token_non_padded",
+            "global_num_token_non_padded_cpu",
+            "can_run_decode_cuda_graph",
+        ),
+    ),
+    Contract("sglang.srt.model_executor.forward_batch_info.enable_num_token_non_padded"),
+    Contract("sglang.srt.models.dflash.DFlashDraftModel.project_target_hidden", ("target_hidden",)),
+    Contract("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool", ("is_quantized_kv_cache",)),
+)
+
+
+def problems(contracts: tuple[Contract, ...]) -> list[str]:
+    """Sentences that say what of the host does not fit; empty when all does."""
+    found = installed_version()
+    if found != SGLANG_VERSION:
+        return [f"expected sglang {SGLANG_VERSION}, got {found or 'none'}; run: pip install sglang=={SGLANG_VERSION}."]
+    return [problem for contract in contracts if (problem := contract.problem())]
+
+
+def installed_version() -> str | None:
+    """Version of the installed `sglang` distribution, None without one."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `sglang-dflash check` prints.
+
+    Attributes:
+        ok: our worker would run.
+        lines: one a contract, with what differs, if anything.
+    """
+
+    ok: bool
+    lines: tuple[str, ...]
+
+    def render(self) -> str:
+        return "\n".join(self.lines)
+
+
+def report() -> Report:
+    """Check the whole contract; imports SGLang's scheduler side (about 10 s)."""
+    lines = [f"sglang: expected {SGLANG_VERSION}, got {installed_version() or 'none'}"]
+    if installed_version() != SGLANG_VERSION:
+        return Report(False, (*lines, *problems(())))
+    ok = True
+    for contract in REGISTRATION + WORKER:
+        problem = contract.problem()
+        ok = ok and problem is None
+        lines.append(f"{'FAIL' if problem else 'ok  '} {problem or contract.path}")
+    return Report(ok, tuple(lines))

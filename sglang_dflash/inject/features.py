@@ -1,0 +1,86 @@
+"""Inject target features: project them once, then store keys and values of every draft layer.
+
+For a committed token with concatenated tapped hidden states f (D) the drafter's cache holds, in each layer l,
+
+    c = hidden_norm(fc f)        k_l = rope(k_norm_l(K_l c), position)        v_l = V_l c
+
+with the same K_l and V_l that the block's own tokens use (arXiv 2602.06036, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class DraftLayers:
+    """What injection reads of the drafter. Filled by `host.draft_model`.
+
+    Attributes:
+        fuse: features (N, D) to the fused context (N, H).
+        kv_weight_LEH: key rows, then value rows, of every layer's projection; a view of the weights the drafter runs with.
+        kv_bias_LE: their biases, None where the projections have none.
+        k_norm_LD: weight of each layer's key norm, D here the head's size.
+        eps_L: float32, epsilon of each layer's key norm.
+        cos_sin_PR: rotary table, a row a position.
+        value_scale: factor on the values, 1.0 for none.
+        caches: the drafter's cache, `sglang_dflash_kernels.CachePointers`.
+    """
+
+    fuse: Callable[[torch.Tensor], torch.Tensor]
+    kv_weight_LEH: torch.Tensor
+    kv_bias_LE: torch.Tensor | None
+    k_norm_LD: torch.Tensor
+    eps_L: torch.Tensor
+    cos_sin_PR: Callable[[], torch.Tensor]
+    value_scale: float
+    caches: Any
+
+
+class FeatureInjector:
+    """Writes the keys and values of committed tokens into the drafter's cache, all layers in one kernel."""
+
+    def __init__(self, ops: Any, layers: DraftLayers) -> None:
+        self._store_features = ops.store_features
+        self._layers = layers
+
+    def inject(
+        self,
+        features_ND: torch.Tensor,
+        positions_N: torch.Tensor,
+        slots_N: torch.Tensor,
+        commit_B: torch.Tensor | None,
+    ) -> None:
+        """Store the features of N tokens.
+
+        Args:
+            features_ND: tapped hidden states.
+            positions_N: int64, absolute positions.
+            slots_N: int64, cache slots.
+            commit_B: int32; token n is stored only if it is among the first commit_B[n // W] of its request, W = N / B.
+                None stores every token.
+        """
+        layers = self._layers
+        context_NH = layers.fuse(features_ND)
+        num_layers, _, hidden_size = layers.kv_weight_LEH.shape
+        kv_LNE = torch.bmm(
+            context_NH.expand(num_layers, -1, hidden_size),
+            layers.kv_weight_LEH.transpose(1, 2),
+        )
+        if layers.kv_bias_LE is not None:
+            kv_LNE += layers.kv_bias_LE[:, None]
+        self._store_features(
+            kv_LNE.transpose(0, 1),
+            positions_N,
+            slots_N,
+            commit_B,
+            k_norm_LD=layers.k_norm_LD,
+            eps_L=layers.eps_L,
+            cos_sin_PR=layers.cos_sin_PR(),
+            value_scale=layers.value_scale,
+            caches=layers.caches,
+        )

@@ -1,0 +1,190 @@
+"""DFlash in SGLang: draft a block in one pass, verify it in one pass, commit what the target agrees with.
+
+A decode round (`DFlashWorker._decode`) reads top to bottom, each stage taking the record of the one before:
+
+    read      the scheduler's batch                               -> Round
+    choose    how many tokens of each block are verified          -> width
+    open      block = [anchor, mask, mask, ...] and its slots     -> Block
+    draft     one pass of the drafter over the whole block        -> Draft
+    verify    one causal pass of the target over the block        -> Verified
+    accept    the longest run the target agrees with, and bonus   -> Accepted
+    inject    the target's features into the drafter's cache
+    result    back to the scheduler
+
+The drafter reads the prefix through keys and values made from the target's hidden states, not from tokens: every committed
+token's features are injected, in prefill for the prompt and after each round for what was accepted. Target and drafter share
+one request-to-token table and one allocator, so a cached prefix of the one is a cached prefix of the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import sglang_dflash_kernels as kernels
+import torch
+from sglang.srt.runtime_context import get_exec, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_utils import (
+    SIMULATE_ACC_LEN,
+    SIMULATE_ACC_METHOD,
+    SIMULATE_ACC_TOKEN_MODE,
+    sample_simulated_acc_len,
+)
+
+from sglang_dflash import __version__, config
+from sglang_dflash.accept.forced import ForcedAcceptor
+from sglang_dflash.accept.greedy import GreedyAcceptor
+from sglang_dflash.buffers import Buffers
+from sglang_dflash.draft import proposer
+from sglang_dflash.draft.block import BlockLayout
+from sglang_dflash.host import rounds
+from sglang_dflash.host.draft_model import DraftModel
+from sglang_dflash.host.target_model import TargetModel
+from sglang_dflash.inject.features import FeatureInjector
+from sglang_dflash.policy.fixed import FixedWidth
+
+logger = logging.getLogger(__name__)
+
+
+class DFlashWorker(BaseSpecWorker):
+    """SGLang's speculative worker for DFLASH: orchestration only, the stages do the arithmetic."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self.device = torch.device(target_worker.device)
+        self.block_size = int(get_spec().speculative_num_draft_tokens)
+        # Read by SGLang's metrics.
+        self.speculative_num_steps = 1
+        self.speculative_num_draft_tokens = self.block_size
+        self.target = TargetModel(target_worker)
+        self.drafter = DraftModel(server_args, gpu_id, nccl_port, self.target, self.block_size)
+        self.policy = FixedWidth(self.block_size)
+
+    # -- what SGLang reads of a speculative worker ---------------------------------------------------------------
+
+    @property
+    def draft_worker(self) -> Any:
+        return self.drafter.worker
+
+    @property
+    def model_runner(self) -> Any:
+        return self.drafter.runner
+
+    @property
+    def draft_model_runner(self) -> Any:
+        return self.drafter.runner
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple[Any, ...]:
+        return (self.target.runner.attn_backend, self.drafter.runner.attn_backend)
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        return [("draft", self.drafter.runner)]
+
+    # -- start, in SGLang's order --------------------------------------------------------------------------------
+
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+    ) -> None:
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        self._build_stages()
+
+    def _build_stages(self) -> None:
+        settings = config.load()
+        ops = kernels.select(self.device)
+        buffers = Buffers(self._max_requests(), self.block_size, self.device)
+        mask_token_id = _mask_token_id(self.drafter.model, self.target.worker)
+        self.layout = BlockLayout(ops, buffers, self.req_to_token_pool.req_to_token, mask_token_id)
+        self.proposer = proposer.make(settings.proposer, ops, buffers, self.target.head())
+        self.acceptor = _make_acceptor(ops, buffers)
+        self.injector = FeatureInjector(ops, self.drafter.layers())
+        logger.info(
+            "sglang-dflash %s: DFlashWorker serves DFLASH (block %d, %d draft layers, mask token %d, proposer %s, %s kernels).",
+            __version__,
+            self.block_size,
+            len(self.drafter.model.layers),
+            mask_token_id,
+            settings.proposer,
+            "Triton" if self.device.type == "cuda" else "reference",
+        )
+
+    def _max_requests(self) -> int:
+        captured = get_exec().graph.cuda_graph_config.decode.bs or [0]
+        return max(int(self.target.runner.max_running_requests), *captured)
+
+    def init_cuda_graphs(self) -> None:
+        self.drafter.init_graphs(self.proposer.score)
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: Any,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Any = None,
+        pp_proxy_tensors: Any = None,
+    ) -> Any:
+        """One scheduler step: a prefill, a decode round, or nothing.
+
+        `on_publish` (overlapped scheduling) tells the scheduler the new lengths as soon as they are known.
+        """
+        publish = on_publish or (lambda new_lens_B: None)
+        if batch.forward_mode.is_extend():
+            return self._prefill(batch, publish)
+        if batch.forward_mode.is_idle():
+            return self._idle(publish)
+        return self._decode(batch, publish)
+
+    def _prefill(self, batch: Any, publish: Callable[[torch.Tensor], None]) -> Any:
+        result, features_ND = self.target.prefill(batch)
+        result.new_seq_lens = batch.seq_lens
+        publish(result.new_seq_lens)
+        # Before the scheduler can share the prompt's slots through the radix cache.
+        self.injector.inject(
+            features_ND, rounds.prompt_positions(batch, self.device), batch.out_cache_loc, commit_B=None
+        )
+        result.next_draft_input = rounds.next_input(result.next_token_ids, batch.seq_lens)
+        return result
+
+    def _decode(self, batch: Any, publish: Callable[[torch.Tensor], None]) -> Any:
+        round_ = rounds.read(batch, self.block_size)
+        width = self.policy.choose(round_.num_requests)
+        block = rounds.open_block(round_, self.layout, self.target.runner.kv_index_translator)
+        self.drafter.forward(round_, block)
+        draft = self.proposer.propose(round_, block)
+        verified = self.target.verify(batch, round_, block, draft, width)
+        accepted = self.acceptor.accept(round_, draft, verified)
+        publish(accepted.new_lens_B)
+        self.injector.inject(
+            verified.features_ND,
+            block.positions_BK[:, :width].reshape(-1),
+            block.slots_BK[:, :width].reshape(-1),
+            accepted.commit_B,
+        )
+        return rounds.result(accepted, verified)
+
+    def _idle(self, publish: Callable[[torch.Tensor], None]) -> Any:
+        result = rounds.idle_result(self.device, self.block_size)
+        publish(result.new_seq_lens)
+        return result
+
+
+def _make_acceptor(ops: Any, buffers: Buffers) -> Any:
+    acceptor = GreedyAcceptor(ops, buffers)
+    if SIMULATE_ACC_LEN <= 0:
+        return acceptor
+    logger.warning("SGLANG_SIMULATE_ACC_LEN=%s forces acceptance lengths: the output is meaningless.", SIMULATE_ACC_LEN)
+    next_length = partial(sample_simulated_acc_len, SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD)
+    return ForcedAcceptor(acceptor, next_length, keep_drafts=SIMULATE_ACC_TOKEN_MODE == "real-draft-token")
+
+
+def _mask_token_id(draft_model: Any, target_worker: Any) -> int:
+    """The drafter's mask token: its own id, or the tokenizer's for its mask token's text."""
+    settings = draft_model.draft_config
+    if settings.mask_token_id is not None:
+        return int(settings.mask_token_id)
+    return int(target_worker.tokenizer.get_vocab()[settings.mask_token])

@@ -1,15 +1,15 @@
 """Make `import sgl_kernel` work on a machine without a CUDA driver, in this process and in every child.
 
-SGLang's wheel for x86 ships a CUDA build of sgl_kernel. Importing it loads a library that needs libcuda, and raises where
-there is no driver. `sgl_kernel/__init__` takes its loader from `sgl_kernel.load_utils`; a module of that name which is
-already in `sys.modules` is used instead. Ours loads no library and registers PyTorch implementations of the
-ops that SGLang calls on a CPU (`sglang_dflash.cpu.ops`), at the moment at which the library would have registered its own.
+SGLang's wheel for x86 brings a CUDA build of sgl_kernel. Importing it loads a library that needs libcuda, and raises
+where there is no driver. `sgl_kernel/__init__` takes its loader from `sgl_kernel.load_utils`; a module of that name
+that stands in `sys.modules` already is used instead. Ours loads no library and registers PyTorch implementations of
+the ops that SGLang calls on a CPU (`sglang_dflash.cpu.ops`), just when the library would have registered its own.
 
-Why an environment variable carries this to the children. A spawned scheduler unpickles its target function before it
-runs any code of a plugin, and unpickling imports `sglang.srt.managers.scheduler`, which imports sgl_kernel.
-Code of ours in the parent's main module would run early enough, but a test runner, a notebook or `python -m
-sglang.launch_server` has no such main module. So `install` puts the folder `site/` next to this file at the head of PYTHONPATH: Python
-imports the `sitecustomize` it holds at the start of every child, spawned or started by command.
+Why the environment carries this to the children. A spawned scheduler unpickles its target function before any code of
+a plugin runs, and unpickling imports `sglang.srt.managers.scheduler`, which imports sgl_kernel. Code in the parent's
+main module would run early enough, but a test runner, a notebook or `python -m sglang.launch_server` has no such main
+module. So `install` puts the folder `site/` beside this file at the head of PYTHONPATH, and Python imports the
+`sitecustomize` in it at the start of every child, spawned or started by command.
 
 This module imports the standard library only (and torch inside `wanted`): it runs at the start of every child.
 """

@@ -15,8 +15,8 @@ def register() -> None:
 def get_last_loc(req_to_token: Any, req_pool_indices_tensor: Any, prefix_lens_tensor: Any) -> Any:
     """The slot of each request's last token, -1 where it has none, for allocating whole pages in speculative decoding.
 
-    SGLang launches a Triton kernel here unless the attention backend is named "torch_native" or "ascend"; its PyTorch version is
-    right for every CPU backend.
+    SGLang launches a Triton kernel here unless the attention backend is named "torch_native" or "ascend"; its PyTorch
+    version is right for every CPU backend.
     """
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 

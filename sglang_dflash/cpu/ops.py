@@ -1,7 +1,7 @@
 """PyTorch implementations of the sgl_kernel ops that SGLang calls on a CPU and that its CUDA build has not.
 
-SGLang calls them through `sgl_kernel`'s Python wrappers, which look for `torch.ops.sgl_kernel.<name>`. Each stands for a
-kernel of SGLang's CPU build; the contract in its docstring is what the call sites need. The ops of EAGLE's draft
+SGLang calls them through `sgl_kernel`'s Python wrappers, which look for `torch.ops.sgl_kernel.<name>`. Each stands for
+a kernel of SGLang's CPU build; the contract in its docstring is what the call sites need. The ops of EAGLE's draft
 trees are left out: DFlash drafts no tree.
 """
 
@@ -25,8 +25,8 @@ def assign_req_to_token_pool_cpu(
 ) -> None:
     """Write newly allocated slots into the request-to-token table.
 
-    Row req_pool_indices[i] gets columns start_offset[i]..end_offset[i]-1; out_cache_loc (int64) holds these slots packed
-    request after request. req_to_token is int32 (num_rows, pool_len) and changes.
+    Columns start_offset[i]..end_offset[i]-1 of row req_pool_indices[i] get the slots that out_cache_loc (int64) holds
+    packed request after request. req_to_token is int32 (num_rows, pool_len) and changes.
     """
     taken = 0
     for row, start, end in _spans(req_pool_indices, start_offset, end_offset):
@@ -44,8 +44,8 @@ def assign_extend_cache_locs_cpu(
 ) -> None:
     """Read slots back: the reverse of `assign_req_to_token_pool_cpu`.
 
-    out_cache_loc changes: it gets columns start_offset[i]..end_offset[i]-1 of row req_pool_indices[i], packed request after
-    request.
+    out_cache_loc (int64) changes: it gets columns start_offset[i]..end_offset[i]-1 of row req_pool_indices[i], packed
+    request after request.
     """
     taken = 0
     for row, start, end in _spans(req_pool_indices, start_offset, end_offset):
@@ -58,8 +58,8 @@ def copy_all_layer_kv_cache_cpu(
 ) -> None:
     """Copy slots src_loc to slots tgt_loc in every KV buffer; all sources are read before the first write.
 
-    data_ptrs (uint64) are the buffers' addresses, strides (int64) the bytes of one slot in each. The caller keeps the buffers
-    alive and the slots inside them.
+    data_ptrs (uint64) are the buffers' addresses, strides (int64) the bytes of one slot in each. The caller keeps the
+    buffers alive and the slots inside them.
     """
     if tgt_loc.numel() == 0:
         return
@@ -120,7 +120,7 @@ _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 
 
 def register_missing() -> list[str]:
-    """Register the ops of `OPS` that `torch.ops.sgl_kernel` has not, for CPU tensors; returns their names. Idempotent."""
+    """Register those of `OPS` that `torch.ops.sgl_kernel` has not, for CPU tensors, and return their names."""
     missing = [name for name in OPS if not hasattr(torch.ops.sgl_kernel, name)]
     for name in missing:
         schema, implementation = OPS[name]

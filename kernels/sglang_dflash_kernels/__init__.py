@@ -44,6 +44,4 @@ def select(device: torch.device) -> Ops:
 
     from sglang_dflash_kernels import reference
 
-    return Ops(
-        "reference", reference.prepare_block, reference.accept_greedy, reference.store_features, reference.top1
-    )
+    return Ops("reference", reference.prepare_block, reference.accept_greedy, reference.store_features, reference.top1)

@@ -72,7 +72,7 @@ def validate(config: DrafterConfig, target: TargetFacts, block_size: int | None 
     """Refuse a drafter that does not fit the target, or a block that it was not trained for.
 
     `block_size` is the requested block, anchor included; None means the trained one. A narrower block than the trained
-    one is served: drafters generalise down and not up (DFlash, arXiv 2602.06036, section 5.4).
+    one is served: drafters generalise down and not up (DFlash, arXiv 2602.06036, ablations).
 
     Raises one ValueError with every problem found, each as: key, expected, got, what to change.
     """

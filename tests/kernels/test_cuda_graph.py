@@ -1,0 +1,115 @@
+"""Each Triton op captured once, replayed with other inputs, against the reference on the same inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_dflash_kernels import CachePointers, select, top1_workspace
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+CUDA = torch.device("cuda")
+B, K, W, CONTEXT, VOCAB = 5, 16, 7, 300, 49_152
+LAYERS, KV_HEADS, HEAD_DIM, NUM_SLOTS = 5, 3, 64, 512
+
+
+def random_ints(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.randint(0, high, shape, device=CUDA, dtype=dtype)
+
+
+def capture(call) -> torch.cuda.CUDAGraph:
+    call()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def check_replays(call, inputs, outputs, refresh, tolerance=0.0) -> None:
+    """`call(ops, outputs)` runs the op; `refresh()` gives new values for `inputs`, the tensors that it reads."""
+    graph = capture(lambda: call(select(CUDA), outputs))
+    oracle = [output.clone() for output in outputs]
+    for _ in range(3):
+        for tensor, fresh in zip(inputs, refresh()):
+            tensor.copy_(fresh)
+        for ours, wanted in zip(outputs, oracle):
+            ours.fill_(77)
+            wanted.fill_(77)
+        graph.replay()
+        call(select(torch.device("cpu")), oracle)
+        for ours, wanted in zip(outputs, oracle):
+            torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_prepare_block():
+    table = random_ints(10_000, 9, CONTEXT, dtype=torch.int32)
+
+    def refresh():
+        return random_ints(1000, B), random_ints(CONTEXT, B), random_ints(9, B)
+
+    inputs = refresh()
+
+    def call(ops, outputs):
+        ids, positions, slots = outputs
+        ops.prepare_block(*inputs, table, 999, ids_BK=ids, positions_BK=positions, slots_BK=slots)
+
+    check_replays(call, inputs, [random_ints(9, B, K) for _ in range(3)], refresh)
+
+
+def test_accept_greedy():
+    def refresh():
+        return random_ints(2, B, K), random_ints(2, B, W), random_ints(99, B), random_ints(W + 1, B, dtype=torch.int32)
+
+    inputs = refresh()
+
+    def call(ops, outputs):
+        commit, bonus, tokens, new_lens = outputs
+        ops.accept_greedy(*inputs, commit_B=commit, bonus_B=bonus, tokens_BW=tokens, new_lens_B=new_lens)
+
+    outputs = [random_ints(9, B, dtype=torch.int32), random_ints(9, B), random_ints(9, B, W), random_ints(9, B)]
+    check_replays(call, inputs, outputs, refresh)
+
+
+def test_top1():
+    workspace = top1_workspace(64, CUDA)
+
+    def refresh():
+        return (torch.randn(15, VOCAB, device=CUDA).bfloat16(),)
+
+    inputs = refresh()
+
+    def call(ops, outputs):
+        ops.top1(*inputs, tokens_N=outputs[0], confidence_N=outputs[1], workspace=workspace)
+
+    check_replays(call, inputs, [random_ints(9, 15), torch.zeros(15, device=CUDA)], refresh, tolerance=1e-5)
+
+
+def test_store_features():
+    k_norm_LD = torch.rand(LAYERS, HEAD_DIM, device=CUDA)
+    eps_L = torch.full((LAYERS,), 1e-6, device=CUDA)
+    cos_sin_PR = torch.randn(CONTEXT, HEAD_DIM, device=CUDA)
+
+    def refresh():
+        kv_NLE = torch.randn(B * W, LAYERS, 2 * KV_HEADS * HEAD_DIM, device=CUDA).bfloat16()
+        slots_N = torch.randperm(NUM_SLOTS, device=CUDA)[: B * W]
+        return kv_NLE, random_ints(CONTEXT, B * W), slots_N, random_ints(W + 1, B, dtype=torch.int32)
+
+    inputs = refresh()
+    pointers = {}
+
+    def call(ops, outputs):
+        # Addresses are read when a graph is captured and may not be rebuilt within it.
+        if id(outputs) not in pointers:
+            pointers[id(outputs)] = CachePointers(outputs[:LAYERS], outputs[LAYERS:])
+        ops.store_features(
+            *inputs,
+            k_norm_LD=k_norm_LD,
+            eps_L=eps_L,
+            cos_sin_PR=cos_sin_PR,
+            value_scale=1.0,
+            caches=pointers[id(outputs)],
+        )
+
+    outputs = [torch.zeros(NUM_SLOTS, KV_HEADS, HEAD_DIM, device=CUDA) for _ in range(2 * LAYERS)]
+    check_replays(call, inputs, outputs, refresh, tolerance=2e-5)

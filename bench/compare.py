@@ -1,0 +1,195 @@
+"""Plain decoding, SGLang's built-in DFLASH worker and ours on one card: correctness first, then time a step.
+
+Three engines stand side by side and are measured in turn, so that the card's state is the same for all.
+
+    python bench/compare.py --target DIR --drafter DIR --batches 1,8,32 --out bench/results/NAME.json
+    python bench/compare.py --shapes bench/shapes/qwen3-8b --batches 1,8,32 --out ...      (random weights)
+
+A step's time is the wall time that more tokens cost, over the decode rounds they took: prefill and start cancel out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from sglang_dflash import __version__, drafter_config
+from sglang_dflash.offline import Answer, EngineProcess, Kind
+
+KINDS: tuple[Kind, ...] = ("plain", "stock", "ours")
+# Random token ids for prompts: plain text tokens of every tokenizer used here, no special ones.
+PROMPT_IDS = range(1000, 20000)
+FEW_TOKENS = 16
+SEED = 0
+
+
+def main() -> int:
+    args = _parse()
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        settings = _engine_args(args, Path(scratch))
+        logs = Path(args.logs)
+        logs.mkdir(parents=True, exist_ok=True)
+        engines = {}
+        for kind in args.kinds:
+            print(f"starting {kind}", file=sys.stderr, flush=True)
+            engines[kind] = stack.enter_context(EngineProcess(kind, logs / f"{kind}.log", **settings))
+        result = {"setup": _setup(args, settings), "batches": {}}
+        for batch in args.batches:
+            result["batches"][batch] = _measure(engines, batch, args)
+            _write(args.out, result)
+    _print(result)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="directory of the target")
+    parser.add_argument("--drafter", help="directory of the drafter")
+    parser.add_argument("--shapes", help="directory of a target's config.json: random weights, drafter of 5 layers")
+    parser.add_argument("--batches", type=_integers, default=[1, 8, 32])
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=144, help=f"more than {FEW_TOKENS}")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--engine", action="append", default=[], metavar="KEY=JSON", help="argument of sglang.Engine")
+    parser.add_argument("--logs", default="bench-logs")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    if bool(args.shapes) == bool(args.target and args.drafter):
+        parser.error("expected --target and --drafter, or --shapes")
+    return args
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _engine_args(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "random_seed": SEED,
+        "cuda_graph_bs_decode": sorted({*args.batches}),
+        "max_running_requests": max(args.batches),
+        "max_total_tokens": 2 * max(args.batches) * (args.prompt_tokens + args.new_tokens + 64),
+        "mem_fraction_static": 0.8,
+        "disable_prefill_cuda_graph": True,
+        "skip_tokenizer_init": True,
+    }
+    if args.shapes:
+        target = json.loads((Path(args.shapes) / "config.json").read_text())
+        config = drafter_config.config_for_target(target, 5, 16, target["vocab_size"] - 1, None)
+        (scratch / "config.json").write_text(json.dumps(drafter_config.config_json(config, "bfloat16")))
+        settings.update(model_path=args.shapes, speculative_draft_model_path=str(scratch), load_format="dummy")
+    else:
+        settings.update(model_path=args.target, speculative_draft_model_path=args.drafter)
+    for item in args.engine:
+        key, _, value = item.partition("=")
+        settings[key] = json.loads(value)
+    return settings
+
+
+def _measure(engines: dict[str, EngineProcess], batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Repeats of all engines in turn at one batch size."""
+    rng = random.Random(SEED + batch)
+    prompts = [[rng.choice(PROMPT_IDS) for _ in range(args.prompt_tokens)] for _ in range(batch)]
+    answers: dict[str, list[list[Answer]]] = {kind: [] for kind in engines}
+    step_ms: dict[str, list[float]] = {kind: [] for kind in engines}
+    for engine in engines.values():  # warm-up: graphs, allocator, radix cache
+        engine.generate(prompts, max_new_tokens=args.new_tokens, ignore_eos=True)
+    for _ in range(args.repeats):
+        for kind, engine in engines.items():
+            few, few_s = engine.generate(prompts, max_new_tokens=FEW_TOKENS, ignore_eos=True)
+            many, many_s = engine.generate(prompts, max_new_tokens=args.new_tokens, ignore_eos=True)
+            step_ms[kind].append(1000 * (many_s - few_s) / (_rounds(many) - _rounds(few)))
+            answers[kind].append(many)
+    medians = {kind: round(statistics.median(values), 3) for kind, values in step_ms.items()}
+    print(f"batch {batch}: {medians}", file=sys.stderr, flush=True)
+    return {
+        "step_ms": {kind: _spread(values) for kind, values in step_ms.items()},
+        "acceptance_length": {kind: _acceptance(runs) for kind, runs in answers.items()},
+        "differing_requests": _differing(answers),
+    }
+
+
+def _rounds(answers: list[Answer]) -> int:
+    """Decode rounds of a batch whose requests started together."""
+    return max(answer.num_rounds or len(answer.token_ids) - 1 for answer in answers)
+
+
+def _acceptance(runs: list[list[Answer]]) -> float:
+    tokens = sum(len(answer.token_ids) - 1 for run in runs for answer in run)
+    rounds = sum(answer.num_rounds or len(answer.token_ids) - 1 for run in runs for answer in run)
+    return tokens / rounds
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _differing(answers: dict[str, list[list[Answer]]]) -> dict[str, float]:
+    """Fraction of requests whose tokens differ, between engines (same repeat) and from one repeat to the next."""
+
+    def rate(pairs: list[tuple[list[Answer], list[Answer]]]) -> float:
+        outcomes = [a.token_ids != b.token_ids for left, right in pairs for a, b in zip(left, right, strict=True)]
+        return sum(outcomes) / len(outcomes) if outcomes else 0.0
+
+    kinds = list(answers)
+    rates = {f"{kind} run to run": rate(list(zip(answers[kind][:-1], answers[kind][1:]))) for kind in kinds}
+    for i, left in enumerate(kinds):
+        for right in kinds[i + 1 :]:
+            rates[f"{left} against {right}"] = rate(list(zip(answers[left], answers[right], strict=True)))
+    return rates
+
+
+def _setup(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    model = json.loads((Path(settings["model_path"]) / "config.json").read_text())
+    return {
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("sglang", "torch", "triton")
+        }
+        | {"sglang-dflash": __version__, "commit": commit},
+        "shapes": {k: model[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size")},
+        "weights": "random" if args.shapes else Path(args.target).name,
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens,
+        "repeats": args.repeats,
+        "command": "python " + " ".join(sys.argv),
+    }
+
+
+def _write(path: str, result: dict[str, Any]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _print(result: dict[str, Any]) -> None:
+    setup = result["setup"]
+    table = Table(title=f"{setup['card']}, {setup['weights']} weights, {setup['versions']}")
+    for heading in ("batch", "plain ms", "stock ms", "ours ms", "ours/stock", "acceptance", "differing requests"):
+        table.add_column(heading)
+    for batch, row in result["batches"].items():
+        steps = {kind: row["step_ms"][kind]["median"] for kind in row["step_ms"]}
+        ratio = f"{steps['ours'] / steps['stock']:.3f}" if {"ours", "stock"} <= set(steps) else "-"
+        differing = "\n".join(f"{name}: {value:.3f}" for name, value in row["differing_requests"].items())
+        acceptance = row["acceptance_length"].get("ours", 1.0)
+        cells = [f"{steps[kind]:.3f}" if kind in steps else "-" for kind in KINDS]
+        table.add_row(str(batch), *cells, ratio, f"{acceptance:.2f}", differing)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

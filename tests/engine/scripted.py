@@ -1,0 +1,56 @@
+"""A proposer that knows the answers and makes chosen mistakes, so that every accepted length occurs on purpose.
+
+The script, a JSON file named by $DFLASH_TEST_SCRIPT, maps a request id to {"prompt_len": int, "answer": [token ids]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_dflash.buffers import Buffers
+from sglang_dflash.records import Block, Draft, Round
+
+SCRIPT_VARIABLE = "DFLASH_TEST_SCRIPT"
+
+
+def planted(rid: str, position: int, block_size: int) -> int:
+    """How many drafts of the block at this position are right: 0 .. block_size - 1, spread over requests and rounds."""
+    return (position * 7 + sum(rid.encode()) * 5) % block_size
+
+
+class ScriptedProposer:
+    """Drafts the right tokens up to the planted mistake, wrong ones from there on."""
+
+    def __init__(self, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> None:
+        self._buffers = buffers
+        self._vocab_size = head_VH.shape[0]
+        self._script = json.loads(Path(os.environ[SCRIPT_VARIABLE]).read_text())
+
+    def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:
+        """The drafter runs for real; what it says is not used."""
+
+    def propose(self, round_: Round, block: Block) -> Draft:
+        rows = []
+        for rid, seq_len, anchor in zip(
+            round_.rids, round_.seq_lens_B.tolist(), block.ids_BK[:, 0].tolist(), strict=True
+        ):
+            rows.append(self._row(rid, seq_len, anchor))
+        drafted_BK = self._buffers.drafted_BK[: len(rows)]
+        drafted_BK.copy_(torch.tensor(rows))
+        return Draft(drafted_BK)
+
+    def _row(self, rid: str, seq_len: int, anchor: int) -> list[int]:
+        block_size = self._buffers.block_size
+        entry = self._script.get(rid)
+        if entry is None:
+            return [anchor] * block_size
+        answer, at = entry["answer"], seq_len - entry["prompt_len"]
+        assert at >= len(answer) or answer[at] == anchor, f"{rid}: token {at} is {anchor}, not {answer[at]}"
+        right = answer[at + 1 : at + 1 + planted(rid, at, block_size)]
+        drafts = right + [(token + 1) % self._vocab_size for token in answer[at + 1 + len(right) :]]
+        return [anchor, *(drafts + [0] * block_size)[: block_size - 1]]

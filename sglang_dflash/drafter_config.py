@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.drafter_variants import VARIANTS, find_variant
+
 # Name that SGLang 0.5.23 looks up in the tokenizer where a drafter names no mask token.
 DEFAULT_MASK_TOKEN = "<|MASK|>"
 
@@ -64,8 +66,13 @@ class DrafterConfig:
     hidden_act: str = "silu"
     draft_vocab_size: int | None = None  # speculators form only
     form: str = "z-lab"  # or "speculators"
-    variant: str = "dflash"  # anything else: see VARIANTS
+    variant: str = "dflash"  # anything else: see drafter_variants
     source: str = field(default="", compare=False)  # where it was read, for messages
+
+    @property
+    def served_by_stock(self) -> bool:
+        """Whether SGLang 0.5.23's own worker loads this checkpoint as it is and serves it as it was trained."""
+        return self.form == "z-lab" and VARIANTS.get(self.variant, True)
 
     def layer_type(self, layer: int) -> str:
         return self.layer_types[layer] if self.layer_types else "full_attention"
@@ -98,11 +105,11 @@ def read_config(path: str | Path) -> DrafterConfig:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(f"expected a drafter directory with config.json, got {path}; download the drafter first")
-    raw = json.loads(file.read_text())
-    if not isinstance(raw, dict):
-        raise ValueError(f"{file}: expected a JSON object, got {type(raw).__name__}; restore the file")
+    raw = _json_object(file)
     speculators = "speculators_model_type" in raw
     keys = _Keys(str(file), raw, speculators)
+    variant = find_variant(raw, has_mask_embedding=(Path(path) / "mask_embedding.pt").exists())
+    _check_kind(keys, raw, variant)
     config = DrafterConfig(
         block_size=keys.integer("block_size", minimum=1),
         mask_token_id=keys.optional_integer("mask_token_id"),
@@ -120,13 +127,13 @@ def read_config(path: str | Path) -> DrafterConfig:
         vocab_size=keys.integer("vocab_size", minimum=1),
         max_position_embeddings=keys.integer("max_position_embeddings", minimum=1),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6) or 1e-6,
-        attention_bias=bool(keys.get("attention_bias") or False),
+        attention_bias=keys.flag("attention_bias") or False,
         hidden_act=keys.text("hidden_act") or "silu",
         layer_types=_layer_types(keys),
         sliding_window=_sliding_window(keys),
         is_causal=_is_causal(keys, speculators),
         form="speculators" if speculators else "z-lab",
-        variant=find_variant(raw, has_mask_embedding=(Path(path) / "mask_embedding.pt").exists()),
+        variant=variant,
         source=str(path),
         **_rope(keys),
     )
@@ -205,6 +212,36 @@ def config_for_target(
     )
 
 
+def _json_object(file: Path) -> dict[str, Any]:
+    """A config.json whose nested objects are objects too."""
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: expected JSON, got {error}; restore the file") from None
+    nested = ("dflash_config", "text_config", "transformer_layer_config", "rope_parameters", "rope_scaling")
+    objects = {"the file": raw} if not isinstance(raw, dict) else {key: raw.get(key) or {} for key in nested}
+    for key, value in objects.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"{file}: {key}: expected a JSON object, got {value!r}; restore it")
+    return raw
+
+
+def _check_kind(keys: _Keys, raw: Mapping[str, Any], variant: str) -> None:
+    """Refuse what is no DFlash drafter of any kind, such as the target itself or an EAGLE-3 head."""
+    if "speculators_model_type" in raw:
+        key, kind, known = (
+            "speculators_model_type",
+            raw["speculators_model_type"],
+            raw["speculators_model_type"] == "dflash",
+        )
+    else:
+        key, kind = "architectures", raw.get("architectures")
+        known = "DFlashDraftModel" in (kind or [])
+    if not known and variant == "dflash":
+        wanted = "dflash" if key == "speculators_model_type" else "DFlashDraftModel"
+        keys.problems.append(f"{key}: expected {wanted}, got {kind!r}; pass a DFlash drafter")
+
+
 class _Keys:
     """Typed look-ups in a config; problems are collected and raised together."""
 
@@ -243,6 +280,13 @@ class _Keys:
             self.problems.append(f"{key}: expected a number, got {value!r}; correct it")
             return default
         return default if value is None else float(value)
+
+    def flag(self, key: str) -> bool | None:
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            self.problems.append(f"{key}: expected true or false, got {value!r}; correct it")
+            return None
+        return value
 
     def text(self, key: str) -> str | None:
         value = self.get(key)
@@ -284,6 +328,9 @@ def _taps(keys: _Keys, speculators: bool) -> tuple[int, ...]:
 def _rope(keys: _Keys) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, from the keys of Transformers 4 or from `rope_parameters` of Transformers 5."""
     scaling = dict(keys.get("rope_parameters") or keys.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in scaling.values()):
+        keys.problems.append(f"rope_parameters: expected one set for all layers, got {scaling}; keep one of them")
+        return {}
     theta = scaling.pop("rope_theta", None) or keys.get("rope_theta") or _DEFAULT_ROPE_THETA
     plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
     return {"rope_theta": float(theta), "rope_scaling": None if plain else scaling}
@@ -303,66 +350,10 @@ def _layer_types(keys: _Keys) -> tuple[str, ...]:
 
 def _sliding_window(keys: _Keys) -> int | None:
     """Qwen3Config drops `sliding_window` unless `use_sliding_window` is set, and so does SGLang."""
-    return keys.integer("sliding_window", 1) if keys.get("use_sliding_window") else None
+    return keys.integer("sliding_window", 1) if keys.flag("use_sliding_window") else None
 
 
 def _is_causal(keys: _Keys, speculators: bool) -> bool | None:
     if speculators:  # full layers are always bidirectional; sliding layers are causal unless this key is set
-        return False if keys.get("sliding_window_non_causal") else None
-    value = keys.get("is_causal")
-    return None if value is None else bool(value)
-
-
-# Kinds of drafter beside plain DFlash, in the order they are looked for: name, and whether SGLang 0.5.23's own worker
-# serves it (it runs a drafter whose anchor slot predicts too, or whose labels are shifted, with the wrong slots).
-VARIANTS: dict[str, bool] = {
-    "lilicorr": True,
-    "domino": True,
-    "dspark": True,
-    "dflash2": True,
-    "laguna": True,
-    "muse": True,
-    "anchor-predicts": False,
-    "own-embedding": True,
-    "quantized": True,
-    "attention-sink": True,
-    "scaled-logits": True,
-    "gemma-norm": True,
-    "rope-layout": True,
-    "mask-embedding": True,
-}
-
-
-def find_variant(raw: Mapping[str, Any], *, has_mask_embedding: bool = False) -> str:
-    """Name the kind of drafter from its config: "dflash", or a key of `VARIANTS`."""
-    nested = raw.get("dflash_config") or {}
-    layer = raw.get("transformer_layer_config") or raw.get("text_config") or {}
-    architectures = " ".join(raw.get("architectures") or [])
-    model_type = str(raw.get("speculators_model_type", "dflash"))
-
-    def has(*keys: str) -> bool:
-        return any(scope.get(key) for scope in (nested, raw, layer) for key in keys)
-
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    partial = {float(scope.get("partial_rotary_factor") or 1.0) for scope in (raw, layer, rope)} != {1.0}
-    neox = all(scope.get(key, True) for scope in (raw, layer) for key in ("rope_is_neox_style", "is_neox_style"))
-    signs = {
-        "lilicorr": "LiLiCorr" in architectures or any(key.startswith("lilicorr_") for key in nested),
-        "domino": "domino" in (nested.get("projector_type"), raw.get("projector_type"), model_type),
-        "dspark": "DSpark" in architectures or model_type == "dspark" or has("markov_rank"),
-        "dflash2": "DFlash2" in architectures
-        or model_type == "dflash2"
-        or has("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
-        "laguna": "Laguna" in architectures or has("gating"),
-        "muse": "MuseGlimmer" in architectures,
-        "anchor-predicts": has("sample_from_anchor", "query_zero_predicts_next", "shift_label"),
-        "own-embedding": has("has_embed_tokens", "has_lm_head"),
-        "quantized": has("quantization_config"),
-        "attention-sink": has("attention_sink_bias"),
-        "scaled-logits": has("final_logit_softcapping") or nested.get("output_multiplier", 1.0) != 1.0,
-        "gemma-norm": has("use_gemma_norm"),
-        "rope-layout": partial or not neox or "rope_dim" in rope,
-        "mask-embedding": has_mask_embedding,
-    }
-    assert signs.keys() == VARIANTS.keys(), "one sign a variant"
-    return next((name for name, found in signs.items() if found), "dflash")
+        return False if keys.flag("sliding_window_non_causal") else None
+    return keys.flag("is_causal")

@@ -153,7 +153,7 @@ def config_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "attention_value_scale": config.attention_value_scale,
     }
     dflash |= {key: value for key, value in optional.items() if value is not None}
-    values: dict[str, Any] = {
+    return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": config.block_size,
@@ -181,8 +181,6 @@ def config_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "dtype": dtype,
     }
-    nullable = ("sliding_window", "rope_scaling")
-    return {key: value for key, value in values.items() if value is not None or key in nullable}
 
 
 def config_for_target(

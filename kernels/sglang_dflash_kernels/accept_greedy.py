@@ -32,7 +32,7 @@ def _accept_greedy_kernel(
     verified = width
     if HAS_WIDTHS:
         verified = tl.load(widths_ptr + request).to(tl.int32)
-    has_draft = (lane + 1 < verified) & (lane + 1 < width)
+    has_draft = lane + 1 < verified
 
     target = tl.load(target_ptr + request * target_stride + lane, mask=lane < width, other=0)
     draft = tl.load(tokens_ptr + request * tokens_stride + lane + 1, mask=has_draft, other=0)

@@ -55,7 +55,7 @@ def _store_features_kernel(
     HAS_COMMIT: tl.constexpr,
 ):
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
-    layer = tl.program_id(1)
+    layer = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token = row // KV_HEADS
     head = row % KV_HEADS

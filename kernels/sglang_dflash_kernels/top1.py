@@ -38,7 +38,8 @@ def _split_kernel(
 
     is_nan = logit != logit
     maximum = tl.max(tl.where(is_nan, float("-inf"), logit), axis=0)
-    rank = _first_of(in_row & (logit == maximum), is_nan, index)
+    # A lane past the row holds -inf and stands behind a lane of the row, so it is never the first.
+    rank = _first_of(logit == maximum, is_nan, index)
     # exp(-inf - -inf) is NaN; a split of -inf only must add nothing to the row.
     shift = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.sum(tl.exp(logit - shift), axis=0)
@@ -73,16 +74,13 @@ def _combine_kernel(
 
     is_nan = maxima != maxima
     maximum = tl.max(tl.where(is_nan, float("-inf"), maxima), axis=0)
-    rank = _first_of(in_row & (maxima == maximum), is_nan, index)
+    rank = _first_of(maxima == maximum, is_nan, index)
     has_nan = rank < _BEHIND
-    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total = tl.sum(totals * tl.exp(maxima - shift), axis=0)
-    # A row of -inf only has no distribution: its total is 0, its confidence NaN as in softmax.
-    undefined = has_nan | (maximum == float("-inf"))
-    confidence = tl.where(undefined, float("nan"), 1.0 / total)
+    # NaN where softmax is: with a NaN or +inf in the row, and as -inf - -inf in a row of -inf only.
+    total = tl.sum(totals * tl.exp(maxima - maximum), axis=0)
 
     tl.store(tokens_ptr + row // columns * tokens_stride + row % columns, tl.where(has_nan, rank, rank - _BEHIND))
-    tl.store(confidence_ptr + row // columns * confidence_stride + row % columns, confidence)
+    tl.store(confidence_ptr + row // columns * confidence_stride + row % columns, 1.0 / total)
 
 
 def top1(

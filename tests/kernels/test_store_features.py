@@ -57,10 +57,10 @@ class Case:
 
         magnitude_N = torch.logspace(-2, 2, num_tokens or 1)[:num_tokens]
         features = normal(num_tokens, model.layers, width) * magnitude_N[:, None, None]
-        if spread:  # rows of a wider buffer
-            wide = torch.full((num_tokens, model.layers + 1, width + 16), math.nan)
-            wide[:, : model.layers, :width] = features
-            self.kv_NLE = wide.to(device, kv)[:, : model.layers, :width]
+        if spread:  # cut from a wider buffer with the layers outside, as a batched GEMM leaves them
+            wide = torch.full((model.layers + 1, num_tokens, width + 16), math.nan)
+            wide[: model.layers, :, :width] = features.transpose(0, 1)
+            self.kv_NLE = wide.to(device, kv)[: model.layers, :, :width].transpose(0, 1)
         else:
             self.kv_NLE = features.to(device, kv)
         slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_tokens]

@@ -53,9 +53,15 @@ def reasons_for_stock(server_args: Any) -> list[str]:
         if present
     ]
     if not reasons and cfg.speculative_draft_model_path is not None:
-        variant = drafter_config.read_config(drafter_dir(cfg)).variant
-        if variant != "dflash":
-            reasons.append(f"a drafter of the variant {variant}")
+        drafter = drafter_config.read_config(drafter_dir(cfg))
+        if drafter.variant != "dflash":
+            if not drafter.served_by_stock:
+                raise ValueError(
+                    f"the drafter {cfg.speculative_draft_model_path}: expected a DFlash drafter, got the variant "
+                    f"{drafter.variant}, which neither sglang-dflash nor SGLang's DFLASH worker serves as it was trained; "
+                    "use a DFlash drafter of the same target."
+                )
+            reasons.append(f"a drafter of the variant {drafter.variant}")
     return reasons
 
 
@@ -70,7 +76,7 @@ def drafter_dir(cfg: Any) -> Path:
         snapshot_download(
             cfg.speculative_draft_model_path,
             revision=cfg.speculative_draft_model_revision,
-            allow_patterns=["*.json", "*.safetensors"],
+            allow_patterns=["*.json", "*.safetensors", "mask_embedding.pt"],
         )
     )
 
@@ -80,11 +86,10 @@ def point_to_readable_drafter(server_args: Any) -> None:
     cfg = _view(server_args)
     if (cfg.speculative_algorithm or "").upper() != "DFLASH" or cfg.speculative_draft_model_path is None:
         return
-    path = Path(cfg.speculative_draft_model_path)
-    if path.is_dir():
-        readable = checkpoint.sglang_form(path, paths.home() / "drafters")
-        if readable != path:
-            _declare(server_args, speculative_draft_model_path=str(readable))
+    path = drafter_dir(cfg)
+    readable = checkpoint.sglang_form(path, paths.home() / "drafters")
+    if readable != path:
+        _declare(server_args, speculative_draft_model_path=str(readable))
 
 
 def resolve(server_args: Any) -> None:

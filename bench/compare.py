@@ -158,9 +158,7 @@ def _setup(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]
     model = json.loads((Path(settings["model_path"]) / "config.json").read_text())
     return {
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": {
-            name: importlib.metadata.version(name) for name in ("sglang", "torch", "triton")
-        }
+        "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch", "triton")}
         | {"sglang-dflash": __version__, "commit": commit},
         "shapes": {k: model[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size")},
         "weights": "random" if args.shapes else Path(args.target).name,

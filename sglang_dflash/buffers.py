@@ -8,8 +8,8 @@ import torch
 class Buffers:
     """Outputs of a round's kernels.
 
-    Sized for the most requests a round can hold, padded rows of a captured graph included, so that addresses never change
-    and captured graphs may hold them.
+    Sized for the most requests a round can hold, padded rows of a captured graph included, so that addresses never
+    change and captured graphs may hold them.
     """
 
     def __init__(self, max_requests: int, block_size: int, device: torch.device) -> None:

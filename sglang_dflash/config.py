@@ -1,6 +1,6 @@
 """The plugin's own settings: one frozen record, one strict parser.
 
-SGLang 0.5.23 offers no flag for a plugin's settings, so they come from the environment, which its child processes inherit:
+SGLang 0.5.23 offers no flag for a plugin's settings, so they come from the environment, which its children inherit:
 
     SGLANG_DFLASH_STRICT=1     a start that cannot be served by our worker fails instead of going to the stock worker
     SGLANG_DFLASH_CONFIG=...   a JSON object, or the path of a file that holds one, with the keys of `Config`

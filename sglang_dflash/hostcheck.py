@@ -56,7 +56,9 @@ def _names(target: object) -> list[str]:
 REGISTRATION = (
     Contract("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
     Contract("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks"),
-    Contract("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", ("self", "server_args"), exact=True),
+    Contract(
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", ("self", "server_args"), exact=True
+    ),
     Contract("sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",), exact=True),
     Contract("sglang.srt.arg_groups.speculative_hook._handle_dflash", ("server_args",), exact=True),
     Contract("sglang.srt.arg_groups.speculative_hook._resolve_dflash_draft_attention_backend", ("server_args",)),
@@ -100,7 +102,15 @@ WORKER = (
     ),
     Contract(
         "sglang.srt.speculative.dflash_info.DFlashVerifyInput",
-        ("draft_token", "positions", "draft_token_num", "custom_mask", "capture_hidden_mode", "kv_loc_plan", "kv_loc_cols"),
+        (
+            "draft_token",
+            "positions",
+            "draft_token_num",
+            "custom_mask",
+            "capture_hidden_mode",
+            "kv_loc_plan",
+            "kv_loc_cols",
+        ),
     ),
     Contract(
         "sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify",

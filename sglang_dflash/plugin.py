@@ -1,8 +1,8 @@
 """Entry point of the group `sglang.srt.plugins`: SGLang calls `register` first in each of its processes.
 
 SGLang logs and drops a plugin's exceptions and goes on with its built-in worker. In strict mode `register` therefore
-raises SystemExit, which SGLang does not catch, so that a server never runs a worker that was not asked for. Nothing heavy
-is imported here: most processes never touch the drafter.
+raises SystemExit, which SGLang does not catch, so that a server never runs a worker that was not asked for. Nothing
+heavy is imported here: most processes never touch the drafter.
 """
 
 from __future__ import annotations

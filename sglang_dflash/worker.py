@@ -11,9 +11,9 @@ A decode round (`DFlashWorker._decode`) reads top to bottom, each stage taking t
     inject    the target's features into the drafter's cache
     result    back to the scheduler
 
-The drafter reads the prefix through keys and values made from the target's hidden states, not from tokens: every committed
-token's features are injected, in prefill for the prompt and after each round for what was accepted. Target and drafter share
-one request-to-token table and one allocator, so a cached prefix of the one is a cached prefix of the other.
+The drafter reads the prefix through keys and values made from the target's hidden states, not from tokens: every
+committed token's features are injected, in prefill for the prompt and after each round for what was accepted. Target
+and drafter share one request-to-token table and one allocator: a cached prefix of one is a cached prefix of the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import sglang_dflash_kernels as kernels
 import torch
 from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -34,6 +33,7 @@ from sglang.srt.speculative.spec_utils import (
     sample_simulated_acc_len,
 )
 
+import sglang_dflash_kernels as kernels
 from sglang_dflash import __version__, config
 from sglang_dflash.accept.forced import ForcedAcceptor
 from sglang_dflash.accept.greedy import GreedyAcceptor
@@ -103,13 +103,13 @@ class DFlashWorker(BaseSpecWorker):
         self.acceptor = _make_acceptor(ops, buffers)
         self.injector = FeatureInjector(ops, self.drafter.layers())
         logger.info(
-            "sglang-dflash %s: DFlashWorker serves DFLASH (block %d, %d draft layers, mask token %d, proposer %s, %s kernels).",
+            "sglang-dflash %s: DFlashWorker serves DFLASH (block %d, %d layers, mask token %d, proposer %s, %s ops).",
             __version__,
             self.block_size,
             len(self.drafter.model.layers),
             mask_token_id,
             settings.proposer,
-            "Triton" if self.device.type == "cuda" else "reference",
+            ops.name,
         )
 
     def _max_requests(self) -> int:

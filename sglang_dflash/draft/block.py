@@ -10,7 +10,7 @@ from sglang_dflash.buffers import Buffers
 
 
 class BlockLayout:
-    """Fills the block buffers: anchor and masks, positions after the cached prefix, and the slots of these positions."""
+    """Fills the block buffers: anchor and masks, positions after the cached prefix, and these positions' slots."""
 
     def __init__(self, ops: Any, buffers: Buffers, req_to_token: torch.Tensor, mask_token_id: int) -> None:
         self._prepare_block = ops.prepare_block

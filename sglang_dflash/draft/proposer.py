@@ -31,8 +31,8 @@ class Proposer(Protocol):
 class ArgmaxProposer:
     """The most probable token of every slot, with its probability. One pass: the slots do not see each other's tokens.
 
-    Slot k of a block (k = 1 .. K-1) predicts the token at its own position; slot 0 holds the anchor, and what the drafter
-    says there is not used (arXiv 2602.06036, section 3).
+    Slot k of a block (k = 1 .. K-1) predicts the token at its own position; slot 0 holds the anchor, and what the
+    drafter says there is not used (arXiv 2602.06036, section 3).
     """
 
     def __init__(self, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> None:

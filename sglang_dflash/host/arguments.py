@@ -58,8 +58,8 @@ def reasons_for_stock(server_args: Any) -> list[str]:
             if not drafter.served_by_stock:
                 raise ValueError(
                     f"the drafter {cfg.speculative_draft_model_path}: expected a DFlash drafter, got the variant "
-                    f"{drafter.variant}, which neither sglang-dflash nor SGLang's DFLASH worker serves as it was trained; "
-                    "use a DFlash drafter of the same target."
+                    f"{drafter.variant}, which neither sglang-dflash nor SGLang's DFLASH worker serves as it was "
+                    "trained; use a DFlash drafter of the same target."
                 )
             reasons.append(f"a drafter of the variant {drafter.variant}")
     return reasons

@@ -69,9 +69,7 @@ class DraftModel:
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self._spec_info,
             capture_hidden_mode=CaptureHiddenMode.NULL,
-            num_token_non_padded=(
-                torch.full((), num_tokens, dtype=torch.int32, device=self.runner.device) if counts_real_tokens() else None
-            ),
+            num_token_non_padded=self._num_real_tokens(num_tokens),
             global_num_token_non_padded_cpu=num_tokens,
         )
         block.plan.bind(forward_batch, self.runner.kv_index_translator)
@@ -79,6 +77,11 @@ class DraftModel:
             out = self.runner.forward(forward_batch)
             if not out.can_run_graph:
                 self._score(out.logits_output.hidden_states, forward_batch.input_ids)
+
+    def _num_real_tokens(self, num_tokens: int) -> torch.Tensor | None:
+        if not counts_real_tokens():
+            return None
+        return torch.full((), num_tokens, dtype=torch.int32, device=self.runner.device)
 
     def layers(self) -> DraftLayers:
         """What injection reads of the drafter; call after the KV pool is allocated.
@@ -125,7 +128,7 @@ def _require_supported(attention: list[Any], pool: Any) -> None:
     if any(a.use_gemma_norm or not a.rotary_emb.is_neox_style for a in attention):
         raise ValueError("the drafter: expected RMSNorm and neox-style RoPE, got Gemma norms or interleaved RoPE.")
     if any(getattr(a.qkv_proj, "weight", None) is None or not a.qkv_proj.weight.is_floating_point() for a in attention):
-        raise ValueError("the drafter: expected dense attention weights, got quantized ones; use the unquantized drafter.")
+        raise ValueError("the drafter: expected dense attention weights, got quantized ones; use the unquantized one.")
     if any(scale not in (None, 1.0) for a in attention for scale in (a.attn.k_scale, a.attn.v_scale)):
         raise ValueError("the drafter: expected key and value scales of 1, got others; use --kv-cache-dtype auto.")
     if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
@@ -135,5 +138,7 @@ def _require_supported(attention: list[Any], pool: Any) -> None:
             "defaults."
         )
     if pool.store_dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"the drafter's KV pool: expected a float dtype, got {pool.store_dtype}; use --kv-cache-dtype auto.")
+        raise ValueError(
+            f"the drafter's KV pool: expected a float dtype, got {pool.store_dtype}; use --kv-cache-dtype auto."
+        )
     assert pool.head_num == first.num_kv_heads, "the drafter's KV pool was sized for another number of heads"

@@ -50,8 +50,9 @@ def open_block(round_: Round, layout: BlockLayout, translator: Any) -> Block:
 
 def prompt_positions(batch: Any, device: torch.device) -> torch.Tensor:
     """Absolute positions (N,) int64 of a prefill batch's tokens: each request extends its cached prefix."""
-    spans = (range(prefix, prefix + length) for prefix, length in zip(batch.prefix_lens, batch.extend_lens, strict=True))
-    return async_h2d(list(chain.from_iterable(spans)), dtype=torch.int64, device=device)
+    spans = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+    positions = chain.from_iterable(range(prefix, prefix + length) for prefix, length in spans)
+    return async_h2d(list(positions), dtype=torch.int64, device=device)
 
 
 def next_input(bonus_B: torch.Tensor, new_lens_B: torch.Tensor) -> DFlashDraftInputV2:

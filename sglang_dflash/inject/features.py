@@ -22,7 +22,7 @@ class DraftLayers:
 
     Attributes:
         fuse: features (N, D) to the fused context (N, H).
-        kv_weight_LEH: key rows, then value rows, of every layer's projection; a view of the weights the drafter runs with.
+        kv_weight_LEH: key rows, then value rows, of every layer's projection; a view of the drafter's own weights.
         kv_bias_LE: their biases, None where the projections have none.
         k_norm_LD: weight of each layer's key norm, D here the head's size.
         eps_L: float32, epsilon of each layer's key norm.

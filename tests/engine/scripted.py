@@ -46,11 +46,11 @@ class ScriptedProposer:
 
     def _row(self, rid: str, seq_len: int, anchor: int) -> list[int]:
         block_size = self._buffers.block_size
-        entry = self._script.get(rid)
-        if entry is None:
-            return [anchor] * block_size
+        entry = self._script.get(rid, {"prompt_len": 0, "answer": []})
         answer, at = entry["answer"], seq_len - entry["prompt_len"]
-        assert at >= len(answer) or answer[at] == anchor, f"{rid}: token {at} is {anchor}, not {answer[at]}"
+        if at >= len(answer) or answer[at] != anchor:
+            # A request without a script (the server's warm-up), past its end, or one that left it.
+            return [anchor] * block_size
         right = answer[at + 1 : at + 1 + planted(rid, at, block_size)]
         drafts = right + [(token + 1) % self._vocab_size for token in answer[at + 1 + len(right) :]]
         return [anchor, *(drafts + [0] * block_size)[: block_size - 1]]

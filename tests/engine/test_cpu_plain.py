@@ -124,7 +124,7 @@ def test_sampling_options(engine, oracle, prompts):
     if engine.options["page_size"] != 1:
         pytest.skip("one engine is enough: sampling does not see the pages")
     prompt = prompts[1]
-    (penalized,) = generate(engine, [prompt], frequency_penalty=2.0)
+    (penalized,) = generate(engine, [prompt], frequency_penalty=2.0, max_new_tokens=64)
     counts = torch.zeros(oracle.config.vocab_size)
     logits = oracle_logits(oracle, tuple(prompt), tuple(penalized["output_ids"]))
     moved = 0

@@ -37,7 +37,7 @@ def _split_kernel(
     logit = tl.load(logits_ptr + row * logits_stride + index, mask=in_row, other=float("-inf")).to(tl.float32)
 
     is_nan = logit != logit
-    maximum = tl.max(tl.where(is_nan, float("-inf"), logit), axis=0)
+    maximum = tl.max(logit, axis=0)  # any value where there is a NaN: nothing below depends on it then
     # A lane past the row holds -inf and stands behind a lane of the row, so it is never the first.
     rank = _first_of(logit == maximum, is_nan, index)
     # exp(-inf - -inf) is NaN; a split of -inf only must add nothing to the row.
@@ -73,7 +73,7 @@ def _combine_kernel(
     totals = tl.load(total_ptr + partial, mask=in_row, other=0.0)
 
     is_nan = maxima != maxima
-    maximum = tl.max(tl.where(is_nan, float("-inf"), maxima), axis=0)
+    maximum = tl.max(maxima, axis=0)
     rank = _first_of(maxima == maximum, is_nan, index)
     has_nan = rank < _BEHIND
     # NaN where softmax is: with a NaN or +inf in the row, and as -inf - -inf in a row of -inf only.

@@ -66,6 +66,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engine", action="append", default=[], metavar="KEY=JSON", help="argument of sglang.Engine")
     parser.add_argument("--logs", default="bench-logs")
+    parser.add_argument("--commit", help="of the code, where it is not a git checkout")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     if bool(args.shapes) == bool(args.target and args.drafter):
@@ -134,8 +135,8 @@ def _acceptance(runs: list[list[Answer]]) -> float:
     return tokens / rounds
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def _spread(values: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(values), "repeats": [round(value, 4) for value in values]}
 
 
 def _differing(answers: dict[str, list[list[Answer]]]) -> dict[str, float]:
@@ -154,7 +155,8 @@ def _differing(answers: dict[str, list[list[Answer]]]) -> dict[str, float]:
 
 
 def _setup(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+    commit = args.commit or described.stdout.strip()
     model = json.loads((Path(settings["model_path"]) / "config.json").read_text())
     return {
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

@@ -1,6 +1,7 @@
 """A proposer that knows the answers and makes chosen mistakes, so that every accepted length occurs on purpose.
 
 The script, a JSON file named by $DFLASH_TEST_SCRIPT, maps a request id to {"prompt_len": int, "answer": [token ids]}.
+What follows an "@" in a request's id only tells requests with the same prompt apart.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash import config
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.records import Block, Draft, Round
 
@@ -21,6 +23,14 @@ SCRIPT_VARIABLE = "DFLASH_TEST_SCRIPT"
 def planted(rid: str, position: int, block_size: int) -> int:
     """How many drafts of the block at this position are right: 0 .. block_size - 1, spread over requests and rounds."""
     return (position * 7 + sum(rid.encode()) * 5) % block_size
+
+
+def environment(path: Path, prompts: dict[str, list[int]], answers: dict[str, list[int]]) -> dict[str, str]:
+    """Write the script of these prompts and answers; the environment in which an engine follows it."""
+    script = {rid: {"prompt_len": len(ids), "answer": answers[rid]} for rid, ids in prompts.items()}
+    path.write_text(json.dumps(script))
+    proposer = {"proposer": f"{__name__}:{ScriptedProposer.__name__}"}
+    return {config.CONFIG_VARIABLE: json.dumps(proposer), SCRIPT_VARIABLE: str(path)}
 
 
 class ScriptedProposer:
@@ -46,7 +56,7 @@ class ScriptedProposer:
 
     def _row(self, rid: str, seq_len: int, anchor: int) -> list[int]:
         block_size = self._buffers.block_size
-        entry = self._script.get(rid, {"prompt_len": 0, "answer": []})
+        entry = self._script.get(rid.partition("@")[0], {"prompt_len": 0, "answer": []})
         answer, at = entry["answer"], seq_len - entry["prompt_len"]
         if at >= len(answer) or answer[at] != anchor:
             # A request without a script (the server's warm-up), past its end, or one that left it.

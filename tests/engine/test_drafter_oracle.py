@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +10,15 @@ import pytest
 import torch
 
 from sglang_dflash import config, demo
-from sglang_dflash.offline import Answer, EngineProcess
+from sglang_dflash.offline import Answer
 from tests.engine import recording
+from tests.engine.setup import HAS_CUDA, engine
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="compares float32 numbers of the CPU engine"),
+    pytest.mark.skipif(HAS_CUDA, reason="compares float32 numbers of the CPU engine"),
 ]
 
-ROOT = Path(__file__).parents[2]
 NUM_NEW_TOKENS = 6
 SHARED = " ".join(f"{i} and {i + 1} make {2 * i + 1}." for i in range(1, 110))  # over 1,000 tokens
 # Relative error of float32 sums in different orders, over 35 layers.
@@ -28,17 +26,15 @@ TOLERANCE = 2e-4
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run(models: demo.Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """`first` fills the cache, `cached` shares its first 1,000 tokens, `fresh` repeats `cached` without the cache."""
     from transformers import AutoTokenizer
 
-    models = demo.prepare()
     tokenizer = AutoTokenizer.from_pretrained(models.target)
     scratch = tmp_path_factory.mktemp("oracle")
     env = {
         config.CONFIG_VARIABLE: json.dumps({"proposer": "tests.engine.recording:RecordingProposer"}),
         recording.RECORD_VARIABLE: str(scratch / "record"),
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}",
     }
     prompts = {
         "first": tokenizer(f"{SHARED} What are 3 and 4?").input_ids,
@@ -46,21 +42,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     prompts["fresh"] = prompts["cached"]
     answers: dict[str, Answer] = {}
-    with EngineProcess(
-        "ours",
-        scratch / "log",
-        env,
-        model_path=str(models.target),
-        speculative_draft_model_path=str(models.drafter),
-        dtype="float32",
-        max_total_tokens=8192,
-        chunked_prefill_size=128,
-        random_seed=0,
-    ) as engine:
+    with engine("ours", models, scratch / "log", env, chunked_prefill_size=128) as started:
         for rid, ids in prompts.items():
             if rid == "fresh":
-                engine.call("flush_cache")
-            outcome, _ = engine.generate([ids], rids=[rid], max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+                started.call("flush_cache")
+            outcome, _ = started.generate([ids], rids=[rid], max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
             answers[rid] = outcome[0]
     return {"models": models, "prompts": prompts, "answers": answers, "records": recording.read(scratch / "record")}
 

@@ -10,27 +10,20 @@ DFLASH_LOSSLESS=full runs all prompts and engines (hours on two cores).
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from sglang_dflash import config, demo
+from sglang_dflash import demo
 from sglang_dflash.offline import Answer, EngineProcess
-from tests.engine import prompts, scripted
+from tests.engine import scripted
+from tests.engine.setup import FULL, HAS_CUDA, NUM_NEW_TOKENS, engine
 
 pytestmark = pytest.mark.engine
 
-FULL = os.environ.get("DFLASH_LOSSLESS") == "full"
-NUM_PROMPTS = 64 if FULL else 12
-NUM_NEW_TOKENS = 128 if FULL else 40
 BLOCK_SIZE = 16
-HAS_CUDA = torch.cuda.is_available()
-ROOT = Path(__file__).parents[2]
 ENGINES: dict[str, dict[str, Any]] = {
     "page1-radix-overlap": {"page_size": 1, "chunked_prefill_size": 128},
     "page16-no_radix-sync": {
@@ -48,49 +41,6 @@ if FULL:
     }
 
 
-@pytest.fixture(scope="module")
-def models() -> demo.Models:
-    return demo.prepare()
-
-
-@pytest.fixture(scope="module")
-def prompt_ids(models: demo.Models) -> dict[str, list[int]]:
-    from transformers import AutoTokenizer
-
-    every = prompts.texts(AutoTokenizer.from_pretrained(models.target))
-    chosen = dict(list(every.items())[:NUM_PROMPTS])
-    assert len(chosen) == NUM_PROMPTS
-    assert max(map(len, chosen.values())) > 2000, "a prompt of over 2,000 tokens is among them"
-    return chosen
-
-
-def engine(kind: Any, models: demo.Models, log: Path, env: dict[str, str] | None = None, **args: Any) -> EngineProcess:
-    settings = {
-        "model_path": str(models.target),
-        "speculative_draft_model_path": str(models.drafter),
-        "dtype": "bfloat16" if HAS_CUDA else "float32",
-        "max_total_tokens": 24576,
-        "max_running_requests": 24,
-        "random_seed": 0,
-        "log_level": "warning",
-    }
-    if HAS_CUDA:
-        # Batches of 2 to 7 and 9 to 23 are padded to a captured size.
-        settings |= {"cuda_graph_bs_decode": [1, 8, 24], "mem_fraction_static": 0.3, "disable_prefill_cuda_graph": True}
-    path = f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
-    return EngineProcess(kind, log, {"PYTHONPATH": path, **(env or {})}, **{**settings, **args})
-
-
-@pytest.fixture(scope="module")
-def plain(
-    models: demo.Models, prompt_ids: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[int]]:
-    """Plain decoding's answers."""
-    with engine("plain", models, tmp_path_factory.mktemp("plain") / "log") as reference:
-        answers, _ = reference.generate(list(prompt_ids.values()), max_new_tokens=NUM_NEW_TOKENS)
-    return dict(zip(prompt_ids, (answer.token_ids for answer in answers), strict=True))
-
-
 @pytest.fixture(scope="module", params=list(ENGINES))
 def scripted_engine(
     request: pytest.FixtureRequest,
@@ -100,12 +50,7 @@ def scripted_engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     scratch = tmp_path_factory.mktemp(request.param)
-    script = {rid: {"prompt_len": len(ids), "answer": plain[rid]} for rid, ids in prompt_ids.items()}
-    (scratch / "script.json").write_text(json.dumps(script))
-    env = {
-        config.CONFIG_VARIABLE: json.dumps({"proposer": "tests.engine.scripted:ScriptedProposer"}),
-        scripted.SCRIPT_VARIABLE: str(scratch / "script.json"),
-    }
+    env = scripted.environment(scratch / "script.json", prompt_ids, plain)
     with engine("ours", models, scratch / "log", env, **ENGINES[request.param]) as started:
         yield started
 

@@ -1,0 +1,35 @@
+"""What all engine tests share: the models, the prompts, and plain decoding's answers, made once a session."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_dflash import demo
+from tests.engine import prompts
+from tests.engine.setup import NUM_NEW_TOKENS, NUM_PROMPTS, engine
+
+
+@pytest.fixture(scope="session")
+def models() -> demo.Models:
+    return demo.prepare()
+
+
+@pytest.fixture(scope="session")
+def prompt_ids(models: demo.Models) -> dict[str, list[int]]:
+    from transformers import AutoTokenizer
+
+    every = prompts.texts(AutoTokenizer.from_pretrained(models.target))
+    chosen = dict(list(every.items())[:NUM_PROMPTS])
+    assert len(chosen) == NUM_PROMPTS
+    assert max(map(len, chosen.values())) > 2000, "a prompt of over 2,000 tokens is among them"
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def plain(
+    models: demo.Models, prompt_ids: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[int]]:
+    """Plain decoding's answers."""
+    with engine("plain", models, tmp_path_factory.mktemp("plain") / "log") as reference:
+        answers, _ = reference.generate(list(prompt_ids.values()), max_new_tokens=NUM_NEW_TOKENS)
+    return dict(zip(prompt_ids, (answer.token_ids for answer in answers), strict=True))

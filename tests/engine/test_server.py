@@ -1,0 +1,207 @@
+"""A server as users run it: native and OpenAI endpoints, streaming, a frontend program, refusals, aborts, a soak.
+
+DFLASH_SOAK_S sets the soak's length in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+
+from sglang_dflash import demo
+from tests.engine import scripted
+from tests.engine.serving import REQUEST_TIMEOUT_S, generate, serve
+from tests.engine.setup import HAS_CUDA, NUM_NEW_TOKENS
+
+pytestmark = pytest.mark.engine
+
+SOAK_S = float(os.environ.get("DFLASH_SOAK_S", "20"))
+NUM_CLIENTS = 12
+# One request in five is given up in the middle.
+ABORTED = 0.2
+SEED = 0
+
+
+@pytest.fixture(scope="module")
+def url(
+    models: demo.Models,
+    prompt_ids: dict[str, list[int]],
+    plain: dict[str, list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[str]:
+    scratch = tmp_path_factory.mktemp("server")
+    env = scripted.environment(scratch / "script.json", prompt_ids, plain)
+    # A pool that holds few of the long prompts, so that cached prefixes are evicted.
+    with serve(models, scratch / "log", env, max_total_tokens=8192, chunked_prefill_size=128) as address:
+        yield address
+
+
+def test_our_worker_serves(url: str) -> None:
+    state = requests.get(f"{url}/server_info", timeout=60).json()["internal_states"][0]
+    assert state["speculative_worker"].startswith("sglang_dflash.worker.DFlashWorker")
+
+
+def test_streaming_gives_the_same(url: str, prompt_ids: dict[str, list[int]], plain: dict[str, list[int]]) -> None:
+    rid = "short-0"
+    whole = generate(url, prompt_ids[rid], rid, NUM_NEW_TOKENS)
+    if not HAS_CUDA:
+        assert whole["output_ids"] == plain[rid]
+    body = {
+        "input_ids": prompt_ids[rid],
+        "rid": f"{rid}@stream",
+        "stream": True,
+        "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS},
+    }
+    chunks = []
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=REQUEST_TIMEOUT_S) as response:
+        for line in response.iter_lines():
+            if line.startswith(b"data: {"):
+                chunks.append(json.loads(line[len(b"data: ") :]))
+    assert len(chunks) > 1
+    assert chunks[-1]["text"] == whole["text"]
+
+
+def test_openai_chat_and_completions(url: str) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    arguments = {"model": "default", "temperature": 0, "max_tokens": 12}
+    chat = client.chat.completions.create(messages=messages, **arguments)
+    assert "Paris" in chat.choices[0].message.content
+    pieces = client.chat.completions.create(messages=messages, stream=True, **arguments)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == chat.choices[0].message.content
+    two = client.completions.create(prompt="The capital of France is", n=2, **arguments)
+    assert len(two.choices) == 2
+    assert two.choices[0].text == two.choices[1].text
+    assert "Paris" in two.choices[0].text
+
+
+def test_frontend_program_with_fork(url: str) -> None:
+    import sglang as sgl
+
+    @sgl.function
+    def two_facts(s: Any, place: str) -> None:
+        s += sgl.user(f"Answer briefly. I ask about {place}.")
+        s += sgl.assistant(sgl.gen("opening", max_tokens=8, temperature=0))
+        branches = s.fork(2)
+        for branch, question in zip(branches, ("Where is it?", "What language is spoken there?"), strict=True):
+            branch += sgl.user(question)
+            branch += sgl.assistant(sgl.gen("fact", max_tokens=10, temperature=0))
+        branches.join()
+        s += sgl.user("In short: " + " ".join(branch["fact"] for branch in branches))
+        s += sgl.assistant(sgl.gen("closing", max_tokens=8, temperature=0))
+
+    backend = sgl.RuntimeEndpoint(url)
+    first = two_facts.run(place="France", backend=backend)
+    again = two_facts.run(place="France", backend=backend)
+    assert first["opening"]
+    assert first["closing"]
+    assert (first["opening"], first["closing"]) == (again["opening"], again["closing"])
+
+
+def test_ends_inside_a_block(url: str, prompt_ids: dict[str, list[int]], plain: dict[str, list[int]]) -> None:
+    if HAS_CUDA:
+        pytest.skip("compares with plain decoding in float32")
+    rid = next(rid for rid, tokens in plain.items() if len(tokens) == NUM_NEW_TOKENS)
+    tokens = plain[rid]
+    for length in (1, 2, 9, 17, NUM_NEW_TOKENS):
+        answer = generate(url, prompt_ids[rid], f"{rid}@{length}", length)
+        assert answer["output_ids"] == tokens[:length]
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    stop = tokens[7]
+    answer = generate(url, prompt_ids[rid], f"{rid}@stop-token", NUM_NEW_TOKENS, stop_token_ids=[stop])
+    assert answer["output_ids"] == tokens[: tokens.index(stop) + 1]
+    whole = generate(url, prompt_ids[rid], f"{rid}@whole", NUM_NEW_TOKENS)["text"]
+    word = whole.split()[3]
+    answer = generate(url, prompt_ids[rid], f"{rid}@stop-text", NUM_NEW_TOKENS, stop=[word])
+    assert answer["text"] == whole[: whole.index(word)]
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("temperature", {"sampling_params": {"temperature": 0.7}}),
+        ("frequency_penalty", {"sampling_params": {"temperature": 0, "frequency_penalty": 0.5}}),
+        ("repetition_penalty", {"sampling_params": {"temperature": 0, "repetition_penalty": 1.3}}),
+        ("min_new_tokens", {"sampling_params": {"temperature": 0, "min_new_tokens": 3}}),
+        ("regex", {"sampling_params": {"temperature": 0, "regex": "[a-z]+"}}),
+        ("json_schema", {"sampling_params": {"temperature": 0, "json_schema": '{"type": "object"}'}}),
+        ("logit_bias", {"sampling_params": {"temperature": 0, "logit_bias": {"5": 1.0}}}),
+        ("return_logprob", {"sampling_params": {"temperature": 0}, "return_logprob": True}),
+    ],
+)
+def test_unserved_options_are_refused_by_name(url: str, name: str, body: dict[str, Any]) -> None:
+    response = requests.post(f"{url}/generate", json={"text": "Hello", **body}, timeout=REQUEST_TIMEOUT_S)
+    assert response.status_code == 400, response.text
+    assert name in response.text
+    assert "sglang-dflash" in response.text
+
+
+def test_soak(url: str, prompt_ids: dict[str, list[int]], plain: dict[str, list[int]]) -> None:
+    """Requests join and leave at random, some are abandoned midway: the answers are plain decoding's, nothing leaks."""
+    end = time.monotonic() + SOAK_S
+    lock, failures, counts = threading.Lock(), [], {"whole": 0, "aborted": 0}
+
+    def client(number: int) -> None:
+        rng = random.Random(SEED + number)
+        while time.monotonic() < end:
+            rid = rng.choice(list(prompt_ids))
+            length = rng.randint(1, NUM_NEW_TOKENS)
+            unique = f"{rid}@{number}-{rng.random()}"
+            kind = "aborted" if rng.random() < ABORTED else "whole"
+            if kind == "aborted":
+                abandon(url, prompt_ids[rid], unique, by_name=rng.random() < 0.5)
+            else:
+                got = generate(url, prompt_ids[rid], unique, length)["output_ids"]
+                if got != plain[rid][:length]:
+                    failures.append((unique, length, got))
+            with lock:
+                counts[kind] += 1
+            time.sleep(rng.random() * 0.2)
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        for future in [pool.submit(client, number) for number in range(NUM_CLIENTS)]:
+            future.result()
+    print(f"soak: {counts} in {SOAK_S:.0f} s")
+    assert counts["whole"] >= NUM_CLIENTS
+    if HAS_CUDA:
+        assert len(failures) <= counts["whole"] // 4, f"{len(failures)} of {counts['whole']} differ in bfloat16"
+    else:
+        assert not failures
+    wait_until_idle(url)
+
+
+def abandon(url: str, input_ids: list[int], rid: str, by_name: bool) -> None:
+    """Start a request and leave it in the middle: by /abort_request, or by closing the connection."""
+    body = {
+        "input_ids": input_ids,
+        "rid": rid,
+        "stream": True,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
+    }
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=REQUEST_TIMEOUT_S) as response:
+        next(response.iter_lines())
+        if by_name:
+            requests.post(f"{url}/abort_request", json={"rid": rid}, timeout=60)
+            for _ in response.iter_lines():
+                pass
+
+
+def wait_until_idle(url: str) -> None:
+    """An idle server checks that all of its KV slots are accounted for and ends if not; flushing needs idleness."""
+    deadline = time.monotonic() + 120
+    while requests.post(f"{url}/flush_cache", timeout=60).status_code != 200:
+        assert time.monotonic() < deadline, "the server is still busy"
+        time.sleep(1)
+    time.sleep(3)
+    assert requests.get(f"{url}/health_generate", timeout=120).status_code == 200

@@ -19,6 +19,8 @@ _VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request
 _SERVER_INFO = (
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative"
 )
+# Targets that carry our hook in this process.
+_OURS: set[str] = set()
 
 
 def install() -> list[str]:
@@ -31,17 +33,22 @@ def install() -> list[str]:
 def _apply(hooks: dict[str, Any]) -> list[str]:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    problems = []
     for target, hook in hooks.items():
+        if target in _OURS:
+            continue
+        # SGLang patches a target once and then drops every later hook on it without a word.
+        if target in HookRegistry._patched:
+            problems.append(f"another plugin has hooked {target} already; name one of the plugins in SGLANG_PLUGINS.")
+            continue
         HookRegistry.register(target, hook, HookType.AROUND)
-    # SGLang applies hooks after all plugins ran and only logs a failure; applied here, a failure can be told.
-    HookRegistry.apply_hooks()
-    return [f"the hook on {target} could not be applied; see SGLang's log." for target in hooks if not _hooked(target)]
-
-
-def _hooked(target: str) -> bool:
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    return target in HookRegistry._patched
+        # SGLang applies hooks after all plugins ran and only logs a failure; applied here, a failure can be told.
+        HookRegistry.apply_hooks()
+        if target in HookRegistry._patched:
+            _OURS.add(target)
+        else:
+            problems.append(f"the hook on {target} could not be applied; see SGLang's log.")
+    return problems
 
 
 def _before_resolution(original: Any, server_args: Any) -> None:

@@ -54,6 +54,8 @@ def _names(target: object) -> list[str]:
 
 # Cheap to resolve: checked in every process.
 REGISTRATION = (
+    Contract("sglang.srt.plugins.hook_registry.HookType", ("AROUND", "REPLACE")),
+    Contract("sglang.srt.plugins.hook_registry.HookRegistry", ("_patched",)),
     Contract("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
     Contract("sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks"),
     Contract(
@@ -65,6 +67,7 @@ REGISTRATION = (
     Contract("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "source", "fields")),
     Contract("sglang.srt.arg_groups.overrides.resolving_view", ("server_args",)),
     Contract("sglang.srt.arg_groups.model_override_base.model_config_of", ("server_args",)),
+    Contract("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",)),
     Contract("sglang.srt.runtime_context.attn_dp_enabled_of", ("cfg",)),
 )
 
@@ -117,6 +120,16 @@ WORKER = (
         ("batch", "target_worker", "defer_metadata_init"),
     ),
     Contract("sglang.srt.speculative.dflash_info_v2.DFlashDraftInputV2.create_idle_input", ("device",)),
+    Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_LEN"),
+    Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_METHOD"),
+    Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_TOKEN_MODE"),
+    Contract("sglang.srt.runtime_context.get_exec"),
+    Contract("sglang.srt.runtime_context.get_spec"),
+    Contract(
+        "sglang.srt.utils.hf_transformers_utils.get_tokenizer",
+        ("tokenizer_name", "tokenizer_mode", "trust_remote_code", "kwargs"),
+    ),
+    Contract("sglang.srt.utils.common.async_h2d", ("dtype", "device")),
     Contract(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         ("batch", "forward_batch", "pp_proxy_tensors", "is_verify", "capture_hidden_mode", "return_kv_loc_plan"),
@@ -162,8 +175,42 @@ WORKER = (
         ),
     ),
     Contract("sglang.srt.model_executor.forward_batch_info.enable_num_token_non_padded"),
+    Contract("sglang.srt.model_executor.forward_batch_info.ForwardMode", ("TARGET_VERIFY",)),
+    Contract("sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode", ("FULL", "NULL")),
+    Contract("sglang.srt.model_executor.cuda_graph_config.Backend", ("DISABLED",)),
     Contract("sglang.srt.models.dflash.DFlashDraftModel.project_target_hidden", ("target_hidden",)),
     Contract("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool", ("is_quantized_kv_cache",)),
+)
+
+# The CPU engine's: checked at registration where it runs.
+CPU = (
+    Contract("sglang.srt.arg_groups.choices.add_attention_backend_choices"),
+    Contract("sglang.srt.arg_groups.choices.add_draft_attention_backend_choices"),
+    Contract("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS"),
+    Contract("sglang.srt.layers.attention.attention_registry.register_attention_backend", ("name",)),
+    Contract("sglang.srt.layers.attention.base_attn_backend.AttentionBackend", ("init_forward_metadata",)),
+    Contract("sglang.srt.layers.radix_attention.AttentionType", ("DECODER", "ENCODER_ONLY")),
+    Contract("sglang.srt.mem_cache.memory_pool.KVWriteLoc"),
+    Contract("sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"),
+    Contract(
+        "sglang.srt.mem_cache.allocation.get_last_loc",
+        ("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
+        exact=True,
+    ),
+    Contract("sglang.srt.mem_cache.allocation.get_last_loc_torch"),
+)
+
+# What the commands and the tests' engines call: checked by `sglang-dflash check` alone.
+COMMANDS = (
+    Contract("sglang.srt.plugins.load_plugins"),
+    Contract("sglang.srt.server_args.prepare_server_args", ("argv",)),
+    Contract("sglang.srt.utils.kill_process_tree", ("parent_pid", "include_parent")),
+    Contract("sglang.launch_server.run_server", ("server_args",)),
+    Contract("sglang.srt.server_args.ServerArgs.add_cli_args", ("parser",)),
+    Contract(
+        "sglang.srt.utils.server_args_config_parser.ConfigArgumentMerger.merge_config_with_args", ("self", "cli_args")
+    ),
+    Contract("sglang.Engine"),
 )
 
 
@@ -205,7 +252,7 @@ def report() -> Report:
     if installed_version() != SGLANG_VERSION:
         return Report(False, (*lines, *problems(())))
     ok = True
-    for contract in REGISTRATION + WORKER:
+    for contract in REGISTRATION + WORKER + CPU + COMMANDS:
         problem = contract.problem()
         ok = ok and problem is None
         lines.append(f"{'FAIL' if problem else 'ok  '} {problem or contract.path}")

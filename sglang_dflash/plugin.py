@@ -20,21 +20,33 @@ def register() -> None:
     """Check the host and install the hooks on argument resolution and worker creation.
 
     Raises:
-        SystemExit: the host does not fit, in strict mode.
+        SystemExit: the host does not fit, or this package is broken, in strict mode.
     """
     try:
-        from sglang_dflash import config, cpu, hooks, hostcheck
-
-        config.load()
-        problems = hostcheck.problems(hostcheck.REGISTRATION)
-        if not problems:
-            cpu.register()
-            problems = hooks.install()
+        problems = _install()
     except (ImportError, ValueError) as error:
         problems = [f"{type(error).__name__}: {error}"]
-    if not problems:
-        return
-    message = "sglang-dflash is not active: " + " ".join(problems)
+    except BaseException as error:
+        _tell_inactive(f"{type(error).__name__}: {error}")
+        raise
+    if problems:
+        _tell_inactive(" ".join(problems))
+
+
+def _install() -> list[str]:
+    from sglang_dflash import config, cpu, hooks, hostcheck
+
+    config.load()
+    contracts = hostcheck.REGISTRATION + (hostcheck.CPU if cpu.is_cpu_engine() else ())
+    problems = hostcheck.problems(contracts)
+    if problems:
+        return problems
+    cpu.register()
+    return hooks.install()
+
+
+def _tell_inactive(why: str) -> None:
+    message = f"sglang-dflash is not active: {why}"
     if os.environ.get(_STRICT_VARIABLE, "").strip().lower() not in ("", "0", "false"):
         raise SystemExit(message)
     logger.error("%s SGLang's built-in DFLASH worker would serve; set %s=1 to fail instead.", message, _STRICT_VARIABLE)

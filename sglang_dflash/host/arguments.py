@@ -35,6 +35,8 @@ def reasons_for_stock(server_args: Any) -> list[str]:
     from sglang.srt.runtime_context import attn_dp_enabled_of
 
     cfg = _view(server_args)
+    # SGLang gives the drafter the target's --quantization where it has none of its own.
+    draft_quantization = cfg.speculative_draft_model_quantization
     reasons = [
         phrase
         for phrase, present in (
@@ -43,15 +45,31 @@ def reasons_for_stock(server_args: Any) -> list[str]:
             ("attention data parallelism", attn_dp_enabled_of(cfg)),
             (f"--disaggregation-mode {cfg.disaggregation_mode}", cfg.disaggregation_mode != "null"),
             ("--enable-hierarchical-cache", cfg.enable_hierarchical_cache),
-            ("--enable-lora", cfg.enable_lora),
+            ("--enable-unified-cache-external-linker", cfg.enable_unified_cache_external_linker),
+            ("--enable-flexkv", cfg.enable_flexkv),
+            # SGLang turns --enable-lora on for --lora-paths, after this.
+            ("--enable-lora", cfg.enable_lora or cfg.lora_paths),
             ("--enable-mixed-chunk", cfg.enable_mixed_chunk),
             ("--enable-unified-memory", cfg.enable_unified_memory),
+            # It puts a grammar on requests that ask for none.
+            ("--enable-strict-thinking", cfg.enable_strict_thinking),
             ("--speculative-draft-window-size", cfg.speculative_draft_window_size is not None),
-            (f"--kv-cache-dtype {cfg.kv_cache_dtype}", cfg.kv_cache_dtype not in ("auto", "bfloat16", "bf16")),
+            (f"--kv-cache-dtype {cfg.kv_cache_dtype}", _is_quantized(cfg.kv_cache_dtype)),
+            (
+                f"--speculative-draft-kv-cache-dtype {cfg.speculative_draft_kv_cache_dtype}",
+                _is_quantized(cfg.speculative_draft_kv_cache_dtype),
+            ),
+            (
+                f"a drafter quantized with {draft_quantization} (--speculative-draft-model-quantization unquant keeps "
+                "it as it is)",
+                draft_quantization is not None,
+            ),
             (f"device {cfg.device}", cfg.device not in ("cuda", "cpu")),
         )
         if present
     ]
+    if not reasons and _has_recurrent_layers(server_args):
+        reasons.append("a target with recurrent layers, whose state each round must commit")
     if not reasons and cfg.speculative_draft_model_path is not None:
         drafter = drafter_config.read_config(drafter_dir(cfg))
         if drafter.variant != "dflash":
@@ -63,6 +81,17 @@ def reasons_for_stock(server_args: Any) -> list[str]:
                 )
             reasons.append(f"a drafter of the variant {drafter.variant}")
     return reasons
+
+
+def _is_quantized(kv_cache_dtype: str | None) -> bool:
+    return kv_cache_dtype not in (None, "auto", "bfloat16", "bf16")
+
+
+def _has_recurrent_layers(server_args: Any) -> bool:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model_config_of(server_args)) is not None
 
 
 def drafter_dir(cfg: Any) -> Path:

@@ -38,24 +38,24 @@ class ArgmaxProposer:
     def __init__(self, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> None:
         from sglang_dflash_kernels import top1_workspace
 
-        num_drafts = buffers.max_requests * (buffers.block_size - 1)
         self._top1 = ops.top1
         self._buffers = buffers
         self._head_VH = head_VH
-        self._tokens_N = torch.zeros(num_drafts, dtype=torch.int64, device=head_VH.device)
-        self._workspace = top1_workspace(num_drafts, head_VH.device)
+        self._workspace = top1_workspace(buffers.max_requests * (buffers.block_size - 1), head_VH.device)
 
     def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:
         block_size = self._buffers.block_size
         num_requests = hidden_NH.shape[0] // block_size
-        slots_H = hidden_NH.view(num_requests, block_size, -1)[:, 1:].flatten(0, 1).to(self._head_VH.dtype)
-        logits_V = torch.matmul(slots_H, self._head_VH.T)
-        tokens_N = self._tokens_N[: logits_V.shape[0]]
-        confidence_N = self._buffers.confidence[:num_requests].view(-1)
-        self._top1(logits_V, tokens_N=tokens_N, confidence_N=confidence_N, workspace=self._workspace)
+        hidden_NH = hidden_NH.view(num_requests, block_size, -1)[:, 1:].flatten(0, 1).to(self._head_VH.dtype)
+        logits_NV = torch.matmul(hidden_NH, self._head_VH.T)
         drafted_BK = self._buffers.drafted_BK[:num_requests]
         drafted_BK[:, 0].copy_(ids_N.view(num_requests, block_size)[:, 0])
-        drafted_BK[:, 1:].copy_(tokens_N.view(num_requests, -1))
+        self._top1(
+            logits_NV,
+            tokens_N=drafted_BK[:, 1:],
+            confidence_N=self._buffers.confidence[:num_requests],
+            workspace=self._workspace,
+        )
 
     def propose(self, round_: Round, block: Block) -> Draft:
         num_requests = round_.num_requests

@@ -29,7 +29,7 @@ def prompt_ids(models: demo.Models) -> dict[str, list[int]]:
 def plain(
     models: demo.Models, prompt_ids: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[int]]:
-    """Plain decoding's answers."""
+    """Plain decoding's answers, all of them NUM_NEW_TOKENS long: they go on past the end of the text."""
     with engine("plain", models, tmp_path_factory.mktemp("plain") / "log") as reference:
-        answers, _ = reference.generate(list(prompt_ids.values()), max_new_tokens=NUM_NEW_TOKENS)
+        answers, _ = reference.generate(list(prompt_ids.values()), max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
     return dict(zip(prompt_ids, (answer.token_ids for answer in answers), strict=True))

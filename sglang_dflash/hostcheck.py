@@ -67,7 +67,6 @@ REGISTRATION = (
     Contract("sglang.srt.arg_groups.overrides.declare_resolution", ("server_args", "source", "fields")),
     Contract("sglang.srt.arg_groups.overrides.resolving_view", ("server_args",)),
     Contract("sglang.srt.arg_groups.model_override_base.model_config_of", ("server_args",)),
-    Contract("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",)),
     Contract("sglang.srt.runtime_context.attn_dp_enabled_of", ("cfg",)),
 )
 
@@ -123,6 +122,7 @@ WORKER = (
     Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_LEN"),
     Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_METHOD"),
     Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_TOKEN_MODE"),
+    Contract("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",)),
     Contract("sglang.srt.runtime_context.get_exec"),
     Contract("sglang.srt.runtime_context.get_spec"),
     Contract(

@@ -95,19 +95,29 @@ def _has_recurrent_layers(server_args: Any) -> bool:
 
 
 def drafter_dir(cfg: Any) -> Path:
-    """Local directory of the drafter; a hub name is fetched into the hub client's cache."""
+    """Local directory of the drafter; a hub name is fetched into the hub client's cache.
+
+    Raises:
+        ValueError: neither a directory nor a model that the hub or its cache has.
+    """
     path = Path(cfg.speculative_draft_model_path)
     if path.is_dir():
         return path
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(
-            cfg.speculative_draft_model_path,
-            revision=cfg.speculative_draft_model_revision,
-            allow_patterns=["*.json", "*.safetensors", "mask_embedding.pt"],
+    try:
+        return Path(
+            snapshot_download(
+                cfg.speculative_draft_model_path,
+                revision=cfg.speculative_draft_model_revision,
+                allow_patterns=["*.json", "*.safetensors", "mask_embedding.pt"],
+            )
         )
-    )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--speculative-draft-model-path: expected a directory or a model of the hub, got "
+            f"{cfg.speculative_draft_model_path}; correct the path or download the drafter ({error})"
+        ) from error
 
 
 def point_to_readable_drafter(server_args: Any) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,32 +165,4 @@ def test_the_report_marks_what_differs(monkeypatch: pytest.MonkeyPatch, table: s
     report = hostcheck.report()
     assert not report.ok
     assert [line for line in report.lines if line.startswith("FAIL")] == [f"FAIL {bad.problem()}"]
-
-
-def check(*patches: str) -> subprocess.CompletedProcess[str]:
-    """`sglang-dflash check` in a process of its own, after some statements."""
-    code = "\n".join(["import sys", *patches, "from sglang_dflash import cli", "sys.exit(cli.main(['check']))"])
-    environ = {name: value for name, value in os.environ.items() if name != "SGLANG_PLUGINS"}
-    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.parametrize(
-    ("patches", "code", "line"),
-    [
-        ((), 0, "worker         sglang_dflash.worker.DFlashWorker"),
-        # No SGLang of another version is imported, so this one is quick.
-        (
-            ("import importlib.metadata as m", "real = m.version",
-             "m.version = lambda name: '0.5.22' if name == 'sglang' else real(name)"),
-            1,
-            "worker         SGLang's built-in DFLASH worker",
-        ),
-    ],
-    ids=["fits", "another-version"],
-)  # fmt: skip
-def test_the_command_says_which_worker_runs(patches: tuple[str, ...], code: int, line: str) -> None:
-    done = check(*patches)
-    assert done.returncode == code, done.stderr
-    assert line in done.stdout
-
 

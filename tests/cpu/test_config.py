@@ -65,7 +65,7 @@ def test_wrong_settings_are_refused_with_their_source(tmp_path: Path, text: str,
     file = tmp_path / "dflash.json"
     file.write_text(text)
     for value, source in ((text, CONFIG_VARIABLE), (str(file), f"{CONFIG_VARIABLE} file {file}")):
-        with pytest.raises(ValueError, match="expected|unknown") as caught:
+        with pytest.raises(ValueError, match=r"expected|unknown") as caught:
             config.load({CONFIG_VARIABLE: value})
         assert str(caught.value).startswith(f"{source}: {complaint}")
 

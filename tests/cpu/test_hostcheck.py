@@ -1,4 +1,4 @@
-"""The host's contract: it holds on the installed SGLang, names all we import, and tells in one sentence what differs."""
+"""The host's contract: it holds on the installed SGLang, names all we import, and tells what differs."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def imported_of_sglang() -> Iterator[tuple[str, str]]:
             for child in ast.walk(node)
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
-                if node not in for_types:
-                    yield from ((path.name, f"{node.module}.{alias.name}") for alias in node.names)
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("sglang.") and node not in for_types:
+                yield from ((path.name, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def test_every_name_that_we_import_is_listed() -> None:
@@ -55,7 +54,7 @@ def test_every_name_that_we_import_is_listed() -> None:
 
 
 def test_every_hook_target_is_listed_with_its_exact_signature() -> None:
-    targets = {value for name, value in vars(hooks).items() if isinstance(value, str) and value.startswith("sglang.srt")}
+    targets = {text for text in vars(hooks).values() if isinstance(text, str) and text.startswith("sglang.srt")}
     assert len(targets) == 5
     assert targets <= {contract.path for contract in CONTRACTS if contract.exact}
 
@@ -106,8 +105,14 @@ def test_a_host_that_fits(contract: Contract) -> None:
         (Contract(f"{HERE}.function", ("a", "d")), f"{HERE}.function: expected parameters (a, d), got (a, b, c); "),
         (Contract(f"{HERE}.Record", ("third",)), f"{HERE}.Record: expected parameters (third), got (first, second, "),
         # A hook passes on what it was given: one parameter more, or another order, is another contract.
-        (Contract(f"{HERE}.function", ("a", "b"), exact=True), f"{HERE}.function: expected parameters (a, b), got (a, "),
-        (Contract(f"{HERE}.function", ("b", "a", "c"), exact=True), f"{HERE}.function: expected parameters (b, a, c), "),
+        (
+            Contract(f"{HERE}.function", ("a", "b"), exact=True),
+            f"{HERE}.function: expected parameters (a, b), got (a, ",
+        ),
+        (
+            Contract(f"{HERE}.function", ("b", "a", "c"), exact=True),
+            f"{HERE}.function: expected parameters (b, a, c), ",
+        ),
         # What is no function and no class has no parameters.
         (Contract(f"{HERE}.HERE", ("x",)), f"{HERE}.HERE: expected parameters (x), got (); "),
     ],
@@ -165,4 +170,3 @@ def test_the_report_marks_what_differs(monkeypatch: pytest.MonkeyPatch, table: s
     report = hostcheck.report()
     assert not report.ok
     assert [line for line in report.lines if line.startswith("FAIL")] == [f"FAIL {bad.problem()}"]
-

@@ -156,7 +156,10 @@ def bug() -> None:
 PROBLEMS = [
     (another_version, "expected sglang 0.5.23, got 0.5.22; run: pip install sglang==0.5.23."),
     (missing_target, "SGLang has no sglang.srt.arg_groups.speculative_hook._handle_dflash ("),
-    (changed_signature, "create_worker: expected parameters (self, server_args), got (self, server_args, more); install"),
+    (
+        changed_signature,
+        "create_worker: expected parameters (self, server_args), got (self, server_args, more); install",
+    ),
     (broken_import, "ModuleNotFoundError: import of sglang_dflash.hooks halted"),
     (wrong_settings, "ValueError: SGLANG_DFLASH_CONFIG: unknown key propose; the keys are proposer"),
     (unhookable_target, "the hook on sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker could not be"),
@@ -388,7 +391,8 @@ sglang.srt.plugins.load_plugins()
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 assert SpeculativeAlgorithm.create_worker.__wrapped__
 added = sorted(set(sys.modules) - before)
-assert not [n for n in added if n in ("sglang_dflash.worker", "sglang_dflash_kernels", "sglang.srt.mem_cache.memory_pool")]
+heavy = {"sglang_dflash.worker", "sglang_dflash_kernels", "sglang.srt.mem_cache.memory_pool"}
+assert not heavy & set(added)
 assert len(added) < 200, added
 """
 

@@ -1,0 +1,193 @@
+"""Which request options are served: every one that SGLang knows is refused by name or known to be harmless."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+
+from sglang_dflash import __version__
+from sglang_dflash.cpu import bootstrap
+from sglang_dflash.host import requests
+
+if bootstrap.wanted():
+    bootstrap.install()
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+# Sampling parameter, values that are refused, and what the refusal calls it.
+REFUSED_SAMPLING: dict[str, list[tuple[Any, str]]] = {
+    "temperature": [(1.0, "temperature=1 (sampling)"), (0.3, "temperature=0.3 (sampling)")],
+    "frequency_penalty": [(0.5, "frequency_penalty=0.5"), (-2.0, "frequency_penalty=-2")],
+    "presence_penalty": [(0.1, "presence_penalty=0.1"), (-1, "presence_penalty=-1")],
+    "repetition_penalty": [(1.2, "repetition_penalty=1.2"), (0.5, "repetition_penalty=0.5")],
+    "min_new_tokens": [(1, "min_new_tokens=1")],
+    "json_schema": [('{"type": "object"}', "json_schema")],
+    "regex": [("[0-9]+", "regex")],
+    "ebnf": [('root ::= "a"', "ebnf")],
+    "structural_tag": [("{}", "structural_tag")],
+    "logit_bias": [({"5": 1.0}, "logit_bias"), ({"5": 0.0}, "logit_bias")],
+    "watermark": [({"enabled": True}, "watermark")],
+}
+
+# Sampling parameters that change nothing in greedy decoding, or that SGLang does outside the worker.
+HARMLESS_SAMPLING = {
+    # Ends and cuts: SGLang reads the committed tokens one by one.
+    "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim",
+    # Text and stream.
+    "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
+    # The most probable token passes every filter and needs no random number.
+    "top_k", "top_p", "min_p", "sampling_seed",
+    # n greedy answers are n requests. SGLang itself refuses a beam wider than 1 with speculative decoding.
+    "n", "beam_width",
+    # Read by custom logit processors and by reasoning grammars, which are refused.
+    "custom_params",
+    # Filled in by SGLang.
+    "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant",
+}  # fmt: skip
+
+# Of the request: values that are refused.
+REFUSED_REQUEST: dict[str, list[Any]] = {
+    "return_logprob": [True],
+    "return_hidden_states": [True, "last"],
+    "return_sampling_mask": [True],
+    "custom_logit_processor": ["processor"],
+    "lora_id": ["adapter"],
+    "positional_embed_overrides": [object()],
+}
+
+# Fields of the scheduler's request that leave the committed tokens alone.
+HARMLESS_REQUEST = {
+    # The prompt. Embeddings and media reach the target alone; the drafter reads the target's features.
+    "input_text", "input_ids", "input_embeds", "mm_inputs", "token_type_ids", "session_id", "session_params",
+    # How logprobs are returned, where return_logprob asks for them.
+    "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_flat_raw_top_logprobs",
+    "sampling_logprobs_mode", "return_entropy",
+    # What the target's forward records by cache slot, handed on as it is.
+    "return_routed_experts", "routed_experts_start_len", "return_indexer_topk",
+    # Scoring, of a prefill's logprobs.
+    "multi_item_delimiter_indices", "token_indices_to_pool",
+    # Counts the reasoning's tokens; the grammar that strict thinking adds is left to stock (see arguments).
+    "require_reasoning",
+    # Who asked, where it runs, how it is cached, how it is told.
+    "rid", "http_worker_ipc", "stream", "priority", "extra_key", "cache_salt", "routing_key", "no_logs", "time_stats",
+    "return_bytes", "kv_hints", "lora_name", "pp_prefetch_ticketed", "routed_dp_rank",
+    # Disaggregation and external encoders.
+    "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
+    "disagg_prefill_dp_rank", "need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls",
+    "sampling_params",
+}  # fmt: skip
+
+
+class Tokenizer:
+    """What SamplingParams.normalize asks of one."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+
+def request(sampling: dict[str, Any], **options: Any) -> Req:
+    params = SamplingParams(**{"temperature": 0} | sampling)
+    params.verify(vocab_size=100)
+    params.normalize(Tokenizer())
+    return Req("r", "", array("q", [1, 2]), params, **options)
+
+
+def fields(kind: type) -> set[str]:
+    return {field.name for field in msgspec.structs.fields(kind)}
+
+
+def test_every_sampling_parameter_is_known() -> None:
+    assert fields(SamplingParams) == REFUSED_SAMPLING.keys() | HARMLESS_SAMPLING
+    assert not REFUSED_SAMPLING.keys() & HARMLESS_SAMPLING
+
+
+def test_every_field_of_a_request_is_known() -> None:
+    assert fields(TokenizedGenerateReqInput) == REFUSED_REQUEST.keys() | HARMLESS_REQUEST
+    assert not REFUSED_REQUEST.keys() & HARMLESS_REQUEST
+    assert REFUSED_REQUEST.keys() <= inspect.signature(Req).parameters.keys()
+
+
+def test_a_plain_greedy_request_passes() -> None:
+    assert requests.refusal(request({})) is None
+    assert requests.refusal(request({"temperature": 1e-7})) is None
+    # Greedy in SGLang, whatever the temperature.
+    assert requests.refusal(request({"temperature": 2.0, "top_k": 1})) is None
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": None, "ignore_eos": True},
+        {"stop": ["\n", "END"], "no_stop_trim": True},
+        {"stop_regex": "[.!]", "stop_token_ids": [3]},
+        {"skip_special_tokens": False, "spaces_between_special_tokens": False, "stream_interval": 8},
+        {"top_p": 0.9, "min_p": 0.1, "sampling_seed": 7},
+        {"n": 4},
+        {"custom_params": {"name": "value"}},
+        # Given, but meaning nothing.
+        {"frequency_penalty": None, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0},
+        {"json_schema": "", "regex": None, "logit_bias": {}, "watermark": None},
+    ],
+)
+def test_harmless_sampling_parameters_pass(sampling: dict[str, Any]) -> None:
+    assert requests.refusal(request(sampling)) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"input_embeds": [[0.0]], "stream": True, "priority": 3, "extra_key": "k", "cache_salt": "s"},
+        {"return_routed_experts": True, "return_indexer_topk": True, "require_reasoning": True},
+        {"top_logprobs_num": 3, "token_ids_logprob": [1]},
+    ],
+)
+def test_harmless_fields_pass(options: dict[str, Any]) -> None:
+    assert requests.refusal(request({}, **options)) is None
+
+
+def named(refusal: str | None) -> str:
+    """The options that a refusal names, out of its sentence."""
+    assert refusal is not None
+    match = re.fullmatch(
+        rf"sglang-dflash {re.escape(__version__)} serves greedy decoding only and cannot serve (.+)\. Send "
+        r"temperature=0 and leave the option out, or start the server without the plugin \(SGLANG_PLUGINS=none\)\.",
+        refusal,
+    )
+    assert match is not None, refusal
+    return match[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"), [(name, *case) for name, cases in REFUSED_SAMPLING.items() for case in cases]
+)
+def test_each_refused_sampling_parameter_is_named(name: str, value: Any, told: str) -> None:
+    assert named(requests.refusal(request({name: value}))) == told
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in REFUSED_REQUEST.items() for value in values]
+)
+def test_each_refused_field_is_named(name: str, value: Any) -> None:
+    assert named(requests.refusal(request({}, **{name: value}))) == name
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 2}, {"top_k": -1, "temperature": 0.5}, {"top_p": 0.01, "temperature": 1}]
+)
+def test_filters_do_not_make_sampling_greedy(sampling: dict[str, Any]) -> None:
+    refusal = named(requests.refusal(request({"temperature": 1.0} | sampling)))
+    assert refusal == f"temperature={sampling.get('temperature', 1):g} (sampling)"
+
+
+def test_all_refused_options_are_named_at_once() -> None:
+    sampling = {"temperature": 0.5, "frequency_penalty": 1.0, "regex": "a"}
+    refusal = named(requests.refusal(request(sampling, return_logprob=True, lora_id="a")))
+    assert refusal == "temperature=0.5 (sampling), frequency_penalty=1, regex, return_logprob, lora_id"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable
@@ -135,9 +134,6 @@ def run() -> int:
     except RuntimeError as error:
         # The engine's failure with its log's path and end.
         console.print(str(error), style="red", markup=False, highlight=False)
-        # A failed engine may wait for a child of its own for ever, and Python would wait for the engine as it exits.
-        for process in multiprocessing.active_children():
-            process.kill()
         return 1
     console.print(f"[bold]Prompt[/]  {PROMPTS[0]}")
     console.print(f"[bold]Answer[/]  {dflash[0].text}\n")

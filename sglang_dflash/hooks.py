@@ -1,6 +1,6 @@
 """The hooks: two on SGLang's argument resolution, one on the choice of the speculative worker, two in the scheduler.
 
-All are AROUND or AFTER hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
+All are AROUND hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _resolve_arguments(original: Any, server_args: Any) -> None:
 
 
 def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
-    """The class, or here the function, that SGLang calls to make the speculative worker."""
+    """The class that SGLang calls to make the speculative worker."""
     if not self.is_dflash():
         return original(self, server_args)
     from sglang_dflash import hostcheck

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -117,7 +118,11 @@ def _serve(connection: Connection, log: str, env: dict[str, str], server_args: d
     except BaseException:
         traceback.print_exc()
         connection.send(("error", traceback.format_exc(limit=1).strip().splitlines()[-1]))
-        raise
+        # SGLang would wait for its other processes, which wait for requests.
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _start(server_args: dict[str, Any]) -> Any:

@@ -50,6 +50,8 @@ def reasons_for_stock(server_args: Any) -> list[str]:
             # SGLang turns --enable-lora on for --lora-paths, after this.
             ("--enable-lora", cfg.enable_lora or cfg.lora_paths),
             ("--enable-mixed-chunk", cfg.enable_mixed_chunk),
+            # Its prefill goes past the speculative worker.
+            ("--enable-pdmux", cfg.enable_pdmux),
             ("--enable-unified-memory", cfg.enable_unified_memory),
             # It puts a grammar on requests that ask for none.
             ("--enable-strict-thinking", cfg.enable_strict_thinking),

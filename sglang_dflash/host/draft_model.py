@@ -35,7 +35,11 @@ class DraftModel:
         self.model.set_block_size(block_size)
         # SGLang's draft model embeds its block with this, inside the graph; given embeddings it would cast to bfloat16.
         self.model.forward_embed = target.embed
-        self.block_size = block_size
+        attention = [layer.self_attn for layer in self.model.layers]
+        _require_dense(attention)
+        # Before the KV pool takes the free memory: the layers' projections move into one tensor each.
+        self._qkv_weight_LEH = _stack_in_place([a.qkv_proj.weight for a in attention])
+        self._k_norm_LD = _stack_in_place([a.k_norm.weight for a in attention])
         self._spec_info = make_draft_block_spec_info(draft_token_num=block_size, device=self.runner.device)
         self._score: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
@@ -87,22 +91,23 @@ class DraftModel:
         """What injection reads of the drafter; call after the KV pool is allocated.
 
         Raises:
-            ValueError: weights or a KV pool of a kind that injection does not serve.
+            ValueError: a KV pool of a kind that injection does not serve.
         """
         from sglang_dflash_kernels import CachePointers
 
         attention = [layer.self_attn for layer in self.model.layers]
-        _require_supported(attention, self.runner.token_to_kv_pool)
         pool = self.runner.token_to_kv_pool
+        _require_token_major(pool)
+        assert pool.head_num == attention[0].num_kv_heads, "the drafter's KV pool was sized for another number of heads"
         kv_bias_LE = None
         if attention[0].qkv_proj.bias is not None:
             kv_bias_LE = torch.stack([a.qkv_proj.bias[a.q_size :] for a in attention])
         rotary = attention[0].rotary_emb
         return DraftLayers(
             fuse=self.model.project_target_hidden,
-            kv_weight_LEH=_stack_in_place([a.qkv_proj.weight for a in attention])[:, attention[0].q_size :],
+            kv_weight_LEH=self._qkv_weight_LEH[:, attention[0].q_size :],
             kv_bias_LE=kv_bias_LE,
-            k_norm_LD=_stack_in_place([a.k_norm.weight for a in attention]),
+            k_norm_LD=self._k_norm_LD,
             eps_L=torch.tensor([a.k_norm.variance_epsilon for a in attention], device=self.runner.device),
             cos_sin_PR=lambda: rotary.cos_sin_cache,
             value_scale=1.0 if attention[0].v_scale is None else float(attention[0].v_scale),
@@ -121,16 +126,18 @@ def _stack_in_place(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     return stacked
 
 
-def _require_supported(attention: list[Any], pool: Any) -> None:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    first = attention[0]
+def _require_dense(attention: list[Any]) -> None:
     if any(a.use_gemma_norm or not a.rotary_emb.is_neox_style for a in attention):
         raise ValueError("the drafter: expected RMSNorm and neox-style RoPE, got Gemma norms or interleaved RoPE.")
     if any(getattr(a.qkv_proj, "weight", None) is None or not a.qkv_proj.weight.is_floating_point() for a in attention):
         raise ValueError("the drafter: expected dense attention weights, got quantized ones; use the unquantized one.")
     if any(scale not in (None, 1.0) for a in attention for scale in (a.attn.k_scale, a.attn.v_scale)):
         raise ValueError("the drafter: expected key and value scales of 1, got others; use --kv-cache-dtype auto.")
+
+
+def _require_token_major(pool: Any) -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
     if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
         raise ValueError(
             f"the drafter's KV pool: expected SGLang's MHATokenToKVPool in the token-major layout, got "
@@ -141,4 +148,3 @@ def _require_supported(attention: list[Any], pool: Any) -> None:
         raise ValueError(
             f"the drafter's KV pool: expected a float dtype, got {pool.store_dtype}; use --kv-cache-dtype auto."
         )
-    assert pool.head_num == first.num_kv_heads, "the drafter's KV pool was sized for another number of heads"

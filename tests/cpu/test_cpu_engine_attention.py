@@ -83,10 +83,13 @@ class Bench:
             return torch.cat([part[slice(*span)] for part, span in zip(parts, spans)])
 
         self.backend.init_forward_metadata(batch)
-        out = self.backend.forward(
-            flat(self.queries).reshape(-1, Q_HEADS * DIM), flat(self.keys), flat(self.values), layer, batch
-        )
-        return out.view(-1, Q_HEADS, DIM)
+        self.batch = batch
+        self.qkv = flat(self.queries).reshape(-1, Q_HEADS * DIM), flat(self.keys), flat(self.values)
+        return self.next_layer(layer)
+
+    def next_layer(self, layer: RadixAttention) -> torch.Tensor:
+        """Another layer of the same forward, with the same queries, keys and values."""
+        return self.backend.forward(*self.qkv, layer, self.batch).view(-1, Q_HEADS, DIM)
 
     def expect(self, layer: RadixAttention, spans: list[tuple[int, int]]) -> torch.Tensor:
         return torch.cat([self._dense(i, layer, *span) for i, span in enumerate(spans)])
@@ -211,12 +214,13 @@ def test_window_layers_keep_their_keys_in_the_window_pool(attn_type):
         assert_close(bench.run(ForwardMode.TARGET_VERIFY, layer, spans), bench.expect(layer, spans))
 
 
-def test_masks_are_not_shared_between_forwards():
-    bench = Bench([30])
-    layer = make_layer()
-    prefill(bench, layer, [10])
-    for spans in ([(10, 14)], [(12, 16)]):
-        assert_close(bench.run(ForwardMode.TARGET_VERIFY, layer, spans), bench.expect(layer, spans))
+def test_layers_of_one_forward_may_differ():
+    bench, spans = Bench([30, 25]), [(10, 18), (15, 23)]
+    layers = [make_layer(kind, window) for kind in AttentionType for window in (-1, 3, 6)]
+    prefill(bench, layers[0], [10, 15])
+    bench.run(ForwardMode.TARGET_VERIFY, layers[0], spans)
+    for layer in layers:
+        assert_close(bench.next_layer(layer), bench.expect(layer, spans))
 
 
 def test_an_empty_batch_verifies_nothing():

@@ -13,15 +13,15 @@ def tensor(*values: int) -> torch.Tensor:
 
 def test_slots_are_written_and_read_back_request_by_request():
     table = torch.full((5, 12), -7, dtype=torch.int32)
-    rows, starts, ends = tensor(3, 0, 4), tensor(2, 0, 11), tensor(6, 0, 12)  # the second request gets no slot
-    slots = tensor(50, 51, 40, 41, 90)
+    rows, starts, ends = tensor(3, 0, 4), tensor(2, 0, 9), tensor(5, 0, 12)  # the second request gets no slot
+    slots = tensor(50, 51, 40, 90, 7, 8)
     expected = table.clone()
-    expected[3, 2:6] = torch.tensor([50, 51, 40, 41], dtype=torch.int32)
-    expected[4, 11] = 90
+    expected[3, 2:5] = torch.tensor([50, 51, 40], dtype=torch.int32)
+    expected[4, 9:12] = torch.tensor([90, 7, 8], dtype=torch.int32)
     ops.assign_req_to_token_pool_cpu(rows, table, starts, ends, slots, table.shape[1])
     assert torch.equal(table, expected)
 
-    read = torch.full((5,), -1, dtype=torch.int64)
+    read = torch.full((6,), -1, dtype=torch.int64)
     ops.assign_extend_cache_locs_cpu(rows, table, starts, ends, read, table.shape[1])
     assert torch.equal(read, slots)
 

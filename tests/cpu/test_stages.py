@@ -229,7 +229,8 @@ def test_a_rounds_tokens_stay_while_the_next_round_runs(buffers: Buffers) -> Non
 
 @pytest.mark.parametrize("length", [1, 2, 4])
 @pytest.mark.parametrize("keep_drafts", [True, False])
-def test_forced_lengths(buffers: Buffers, length: int, keep_drafts: bool) -> None:
+@pytest.mark.parametrize("drafts_are_right", [True, False])
+def test_forced_lengths(buffers: Buffers, length: int, keep_drafts: bool, drafts_are_right: bool) -> None:
     width, size = 4, 3
     widths: list[int] = []
 
@@ -239,8 +240,10 @@ def test_forced_lengths(buffers: Buffers, length: int, keep_drafts: bool) -> Non
 
     acceptor = ForcedAcceptor(GreedyAcceptor(OPS, buffers), next_length, keep_drafts=keep_drafts)
     draft_BK = torch.arange(size * K).view(size, K) + 100
-    # No draft is right: without force one token would be committed.
     target_BW = torch.arange(size * width).view(size, width)
+    # Without force, four tokens would be committed or one.
+    if drafts_are_right:
+        draft_BK[:, 1:width] = target_BW[:, : width - 1]
     accepted = acceptor.accept(a_round([5, 0, 9]), Draft(draft_BK), verified(target_BW, vocab=size * width))
     assert widths == [width]
     assert accepted.commit_B.tolist() == [length] * size

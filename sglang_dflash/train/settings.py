@@ -1,0 +1,70 @@
+"""The settings of a training run: one strict schema, from a YAML file, from flags, or both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import yaml
+
+
+class Settings(pydantic.BaseModel):
+    """A training run. The defaults are for a target of about 100M parameters on one GPU; see `docs/training.md`.
+
+    `decay_gamma` and the loss named `decay` are the paper's (arXiv 2602.06036, appendix A.1); `dpace` is D-PACE
+    (arXiv 2605.18810).
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    target: Path
+    data: Path
+    output: Path
+    # The drafter.
+    num_layers: int = pydantic.Field(5, ge=1)
+    block_size: int = pydantic.Field(16, ge=2, le=64)
+    mask_token_id: int = pydantic.Field(ge=0)
+    target_layer_ids: tuple[int, ...] | None = None  # None: spread over the target, the paper's formula
+    intermediate_size: int | None = None  # None: the target's
+    # The batch.
+    max_tokens: int = pydantic.Field(512, ge=64)  # of a sequence, prompt included; longer ones are cut
+    batch_sequences: int = pydantic.Field(32, ge=1)
+    anchors: int = pydantic.Field(64, ge=1)  # blocks a sequence, redrawn each time it is seen
+    # The optimiser.
+    steps: int = pydantic.Field(4500, ge=1)
+    learning_rate: float = pydantic.Field(1.5e-3, gt=0)
+    warmup: float = pydantic.Field(0.04, ge=0, lt=1)  # fraction of the steps
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = pydantic.Field(1.0, gt=0)
+    # The loss.
+    loss: Literal["dpace", "decay"] = "dpace"
+    dpace_smoothing: float = pydantic.Field(0.5, ge=0, le=1)
+    decay_gamma: float = pydantic.Field(7.0, gt=0)
+    # Running.
+    seed: int = 0
+    log_every: int = pydantic.Field(10, ge=1)
+    evaluate_every: int = pydantic.Field(500, ge=1)
+    checkpoint_every: int = pydantic.Field(500, ge=1)
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+def load(file: Path | None, overrides: dict[str, Any]) -> Settings:
+    """The settings of a YAML file (or none), with `overrides` on top.
+
+    Raises:
+        ValueError: the file is not a YAML mapping, or a key or value is wrong; every problem is named.
+    """
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = yaml.safe_load(file.read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ValueError(f"{file}: expected a YAML file of training settings, got {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{file}: expected a YAML mapping of settings, got {type(values).__name__}")
+    try:
+        return Settings(**{**values, **overrides})
+    except pydantic.ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e.get('input')!r})" for e in error.errors()]
+        raise ValueError(f"{file or 'the flags'}: {'; '.join(problems)}") from error

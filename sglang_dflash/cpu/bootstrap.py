@@ -59,9 +59,10 @@ def install() -> None:
         raise ValueError("expected Python to read its environment, got -E or -I; start Python without these flags")
     os.environ[ENV_CPU] = "1"
     os.environ[ENV_SGLANG_CPU] = "1"
-    # By default OpenMP's threads spin while they wait. On a machine whose cores others use too they hold up the thread
-    # they wait for: 60 products of 16 rows took 0.5 to 0.9 s with two threads on two cores of which one was busy,
-    # 0.08 s with threads that sleep. Alone on the machine sleeping cost 7 %. A value of the user's stays.
+    # By default OpenMP's threads spin while they wait, and so hold up the very thread they wait for where other
+    # processes use the cores too. Two threads on two cores, one of them kept busy by others: a decode step of
+    # SmolLM2-135M in float32 took 0.17 to 0.28 s spinning and 0.07 to 0.08 s sleeping. On idle cores products of 128
+    # rows took 7 % longer sleeping. A value of the user's stays.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _prepend_python_path(os.environ, str(SITE_DIR))
     # A failed import of sgl_kernel leaves its own load_utils behind, so only a finished import counts as done.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -121,8 +120,7 @@ def _serve(connection: Connection, log: str, env: dict[str, str], server_args: d
         # SGLang would wait for its other processes, which wait for requests.
         for child in multiprocessing.active_children():
             child.kill()
-        sys.stderr.flush()
-        os._exit(1)
+        raise
 
 
 def _start(server_args: dict[str, Any]) -> Any:

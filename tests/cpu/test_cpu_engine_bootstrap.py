@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from sglang_dflash.cpu import bootstrap
-from sglang_dflash.cpu.launch_server import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="sgl_kernel loads its CUDA library here")
@@ -131,11 +130,3 @@ def test_python_that_ignores_its_environment_is_refused(flag):
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom sglang_dflash.cpu import bootstrap; bootstrap.install()"
     )
     assert "without these flags" in python(flag, "-c", late).stderr
-
-
-def test_the_users_flags_follow_ours():
-    given = arguments(["--model-path", "m", "--device", "cpu"])
-    assert given[-4:] == ["--model-path", "m", "--device", "cpu"]
-    assert given[:4] == ["--device", "cpu", "--attention-backend", "dflash_cpu"]
-    assert "--disable-cuda-graph" in given
-    assert "True" not in given

@@ -64,11 +64,11 @@ class Trainer:
         torch.manual_seed(settings.seed)
         self.drafter = initialise(BlockDrafter(self.config)).to(device)
         examples = dataset.read(settings.data)
-        train = [e for e in examples if e.split == "train"]
+        self.train = [e for e in examples if e.split == "train"]
         self.heldout = [e for e in examples if e.split == "heldout"]
-        if not train:
+        if not self.train:
             raise ValueError(f"{settings.data}: expected examples of the split train, got none; make data first")
-        self.batches = dataset.Batches(train, settings.batch_sequences, settings.max_tokens, settings.seed)
+        self.batches = dataset.Batches(self.train, settings.batch_sequences, settings.max_tokens, settings.seed)
         self.optimizer = torch.optim.AdamW(
             self.drafter.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0
         )
@@ -79,7 +79,7 @@ class Trainer:
         self.resume()
         while self.step < self.settings.steps:
             start = time.perf_counter()
-            outcome = self._train_step()
+            outcome = self.train_step()
             if self.step % self.settings.log_every == 0 or self.step == self.settings.steps:
                 self._tell(self._progress("train", [outcome], time.perf_counter() - start), show)
             if self.heldout and (self.step % self.settings.evaluate_every == 0 or self.step == self.settings.steps):
@@ -129,7 +129,8 @@ class Trainer:
         seconds = time.perf_counter() - start
         return self._progress("heldout", outcomes, seconds)
 
-    def _train_step(self) -> dict[str, Any]:
+    def train_step(self) -> dict[str, Any]:
+        """One step of the optimiser; what `_forward` gave."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.settings, self.step)
         generator = torch.Generator(self.device).manual_seed(self.settings.seed * _SEED_STRIDE + self.step)

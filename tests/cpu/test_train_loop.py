@@ -1,0 +1,188 @@
+"""The trainer on a tiny target: agreement with the reference, learning, resuming, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sglang_dflash import checkpoint, drafter_config
+from sglang_dflash.reference import drafter as reference
+from sglang_dflash.train import blocks, dataset, loop, state
+from sglang_dflash.train.model import BlockDrafter
+from sglang_dflash.train.settings import Settings, load
+from sglang_dflash.train.target import FrozenTarget
+
+VOCAB, HIDDEN, MASK = 64, 32, 63
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight sequences that repeat short patterns: what follows can be memorised."""
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    examples = []
+    for i in range(8):
+        pattern = [(7 * i + 3 * j) % 60 for j in range(6 + i)]
+        split = "heldout" if i == 7 else "train"
+        examples.append(dataset.Example("pattern", split, pattern[:4], (pattern * 12)[4:70]))
+    dataset.write(path, examples)
+    return path
+
+
+def settings(target: Path, data: Path, output: Path, **changes: Any) -> Settings:
+    values = {
+        "target": target,
+        "data": data,
+        "output": output,
+        "num_layers": 2,
+        "block_size": 6,
+        "mask_token_id": MASK,
+        "target_layer_ids": (1, 2, 4),
+        "max_tokens": 128,
+        "batch_sequences": 4,
+        "anchors": 12,
+        "steps": 6,
+        "compute_dtype": "float32",
+        "log_every": 1,
+        "evaluate_every": 1000,
+        "checkpoint_every": 3,
+    }
+    return Settings(**{**values, **changes})
+
+
+def test_trainer_computes_what_the_reference_computes(target: Path, tmp_path: Path) -> None:
+    config = drafter_config.config_for_target(json.loads((target / "config.json").read_text()), 2, 6, MASK, (1, 2, 4))
+    torch.manual_seed(1)
+    drafter = loop.initialise(BlockDrafter(config), std=0.2).eval()
+    frozen = FrozenTarget(target, config.target_layer_ids, torch.float32, CPU)
+    ids_BS = torch.randint(60, (2, 40))
+    lengths_B = torch.tensor([40, 30])
+    drawn = blocks.draw(ids_BS, torch.tensor([4, 9]), lengths_B, 5, 6, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        features_BSD = frozen.features(ids_BS)
+        hidden_BAKH = drafter.forward_blocks(features_BSD, drawn, frozen.embedding, MASK)
+        for row in range(2):
+            for a, anchor in enumerate(drawn.anchors_BA[row].tolist()):
+                context = drafter.new_context()
+                drafter.inject(features_BSD[row, :anchor], context)
+                expected_KH, _ = drafter.draft_logits(frozen.model, int(ids_BS[row, anchor]), context)
+                torch.testing.assert_close(hidden_BAKH[row, a], expected_KH, atol=1e-5, rtol=1e-4)
+
+
+def test_features_are_those_of_the_taps(target: Path) -> None:
+    frozen = FrozenTarget(target, (1, 4), torch.float32, CPU)
+    ids = torch.randint(60, (1, 9))
+    hidden = frozen.model(ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(frozen.features(ids), torch.cat([hidden[2], hidden[5]], dim=-1))
+    padded = torch.cat([ids, torch.zeros(1, 3, dtype=torch.long)], dim=1)
+    torch.testing.assert_close(frozen.features(padded)[:, :9], frozen.features(ids))
+    with pytest.raises(ValueError, match="layers 0 to 4"):
+        FrozenTarget(target, (1, 5), torch.float32, CPU)
+
+
+def test_memorises_patterns_and_writes_a_drafter(target: Path, data: Path, tmp_path: Path) -> None:
+    seen: list[loop.Progress] = []
+    chosen = settings(target, data, tmp_path, steps=250, learning_rate=4e-3, log_every=10, evaluate_every=125)
+    folder = loop.Trainer(chosen, CPU).run(seen.append)
+    train = [p for p in seen if p.split == "train"]
+    assert train[-1].loss < train[0].loss - 0.3, "the small head of a random target leaves no more to win"
+    assert train[-1].slot1_accuracy > 0.9
+    assert train[-1].acceptance_length > 3.5
+    assert [p.step for p in seen if p.split == "heldout"] == [125, 250]
+    lines = [json.loads(line) for line in (tmp_path / loop.METRICS).read_text().splitlines()]
+    assert lines == [dataclasses.asdict(p) for p in seen]
+    config = checkpoint.read_config(folder)
+    checkpoint.check_tensors(folder, config)
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (6, MASK, (1, 2, 4))
+    reference.load_drafter(folder)
+
+
+@pytest.mark.parametrize("kind", ["dpace", "decay"])
+def test_a_killed_run_goes_on_as_it_would_have(target: Path, data: Path, tmp_path: Path, kind: str) -> None:
+    whole = loop.Trainer(settings(target, data, tmp_path / "whole", loss=kind), CPU)
+    whole.run()
+
+    class Killed(Exception):
+        pass
+
+    def kill(progress: loop.Progress) -> None:
+        if progress.step == 5:
+            raise Killed
+
+    chosen = settings(target, data, tmp_path / "killed", loss=kind)
+    with pytest.raises(Killed):
+        loop.Trainer(chosen, CPU).run(kill)
+    again = loop.Trainer(chosen, CPU)
+    again.resume()
+    assert again.step == 3, "from the last state"
+    again.run()
+    for name, weight in whole.drafter.state_dict().items():
+        torch.testing.assert_close(again.drafter.state_dict()[name], weight, msg=name)
+
+
+def test_a_run_of_other_settings_is_not_taken_up(target: Path, data: Path, tmp_path: Path) -> None:
+    loop.Trainer(settings(target, data, tmp_path), CPU).run()
+    with pytest.raises(ValueError, match="same settings"):
+        loop.Trainer(settings(target, data, tmp_path, learning_rate=1.0), CPU).run()
+
+
+def test_a_torn_state_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 4):
+        state.save(tmp_path, step, {"value": torch.tensor(step)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000002.pt", "step-0000003.pt"]
+    (tmp_path / "step-0000004.tmp").write_bytes(b"half")
+    loaded = state.load(tmp_path, CPU)
+    assert loaded is not None
+    assert (loaded["step"], int(loaded["value"])) == (3, 3)
+    assert state.load(tmp_path / "nothing", CPU) is None
+
+
+def test_learning_rate_warms_up_and_falls_to_zero(target: Path, data: Path, tmp_path: Path) -> None:
+    chosen = settings(target, data, tmp_path, steps=100, warmup=0.1, learning_rate=1.0)
+    rates = [loop.learning_rate(chosen, step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == pytest.approx(1.0)
+    assert rates[55] == pytest.approx(0.5)
+    assert rates[100] == pytest.approx(0.0)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_errors_say_what_to_change(target: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mask_token_id: expected an id below"):
+        loop.Trainer(settings(target, data, tmp_path, mask_token_id=VOCAB), CPU)
+    only_heldout = tmp_path / "heldout.jsonl"
+    dataset.write(only_heldout, [dataset.Example("x", "heldout", [1], [2, 3])])
+    with pytest.raises(ValueError, match="split train"):
+        loop.Trainer(settings(target, only_heldout, tmp_path), CPU)
+    file = tmp_path / "train.yaml"
+    file.write_text("target: a\ndata: b\noutput: c\nmask_token_id: 1\nlearning_rat: 0.1\nsteps: 0\n")
+    with pytest.raises(ValueError, match=r"learning_rat.*|steps.*") as error:
+        load(file, {})
+    assert "learning_rat" in str(error.value)
+    assert "steps" in str(error.value)
+    flags = {"target": "a", "data": "b", "output": "c", "mask_token_id": 1}
+    assert load(None, flags).steps == Settings(**flags).steps

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ValidationError
 from sglang_dflash.train.evaluate import Evaluation
 
 _DPI = 120
+# A rate from fewer blocks is off by more than 0.2 once in twenty times: drawn, it would look like an effect.
+_MIN_BLOCKS = 20
 # What of a row is drawn, with its axis.
 _CURVES = {
     "loss": "loss (nats a slot, weighted)",
@@ -75,7 +77,8 @@ def plot_training(metrics: str | Path, image: str | Path, title: str) -> Path:
 def plot_acceptance(evaluation: Evaluation, image: str | Path, title: str) -> Path:
     """Draw conditional acceptance by slot, a line for every family and one for all; return the image's path.
 
-    A slot that no block of a family reached has no point. Raises ValueError where matplotlib is missing.
+    A slot that fewer than _MIN_BLOCKS blocks of a family reached has no point. Raises ValueError where matplotlib is
+    missing.
     """
     figure = _figure(width=8.0, height=5.0)
     axes = figure.subplots()
@@ -83,9 +86,16 @@ def plot_acceptance(evaluation: Evaluation, image: str | Path, title: str) -> Pa
     lines = {**evaluation.families, "all families": evaluation.overall}
     for name, acceptance in lines.items():
         style: dict[str, Any] = {"color": "black", "linewidth": 2.5} if acceptance is evaluation.overall else {}
-        rates = [math.nan if rate is None else rate for rate in acceptance.slots]
+        rates = [
+            math.nan if rate is None or num_blocks < _MIN_BLOCKS else rate
+            for rate, num_blocks in zip(acceptance.slots, acceptance.reached)
+        ]
         axes.plot(slots, rates, marker="o", markersize=3, label=f"{name} ({acceptance.length:.2f})", **style)
-    axes.set(xlabel="slot of the block", ylabel="P(slot right | slots before it right)", ylim=(0, 1.02))
+    axes.set(
+        xlabel=f"slot of the block (reached by {_MIN_BLOCKS} blocks or more)",
+        ylabel="P(slot right | slots before it right)",
+        ylim=(0, 1.02),
+    )
     axes.set_xticks(list(slots))
     axes.grid(alpha=0.3)
     axes.legend(title="family (acceptance length, tokens)")

@@ -152,7 +152,6 @@ WORKER = (
         "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.plan",
         ("req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual", "read_extent"),
     ),
-    Contract("sglang.srt.mem_cache.kv_loc_plan.KVLocPlan.write_ids", ("reader",)),
     Contract("sglang.srt.mem_cache.kv_loc_plan.KVLocPlan.bind", ("batch", "reader")),
     Contract(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
@@ -202,10 +201,6 @@ CPU = (
 
 # What the commands and the tests' engines call: checked by `sglang-dflash check` alone.
 COMMANDS = (
-    Contract("sglang.srt.plugins.load_plugins"),
-    Contract("sglang.srt.server_args.prepare_server_args", ("argv",)),
-    Contract("sglang.srt.utils.kill_process_tree", ("parent_pid", "include_parent")),
-    Contract("sglang.launch_server.run_server", ("server_args",)),
     Contract("sglang.srt.server_args.ServerArgs.add_cli_args", ("parser",)),
     Contract(
         "sglang.srt.utils.server_args_config_parser.ConfigArgumentMerger.merge_config_with_args", ("self", "cli_args")

@@ -111,6 +111,24 @@ def test_the_users_values_stay(resolve: Resolve, caplog: pytest.LogCaptureFixtur
     assert not [r for r in caplog.records if r.name.startswith("sglang_dflash")]
 
 
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({"attention_backend": "triton"}, "triton"),
+        ({"attention_backend": "triton", "speculative_draft_attention_backend": "fa3"}, "fa3"),
+    ],
+)
+def test_on_a_gpu_sglang_chooses_the_drafters_attention(
+    raw: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], backend: str
+) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    monkeypatch.setattr(cpu, "is_cpu_engine", lambda: False)
+    server_args = raw(**options)
+    arguments.resolve(server_args)
+    assert resolving_view(server_args).speculative_draft_attention_backend == backend
+
+
 @pytest.mark.parametrize("algorithm", ["DFLASH", "dflash"])
 def test_the_algorithms_case_does_not_matter(resolve: Resolve, algorithm: str) -> None:
     assert resolve(speculative_algorithm=algorithm).speculative_num_draft_tokens == TRAINED_BLOCK
@@ -283,7 +301,8 @@ def test_a_drafter_in_the_speculators_form_is_rewritten(
     for name, tensor in checkpoint.load_tensors(drafter, expected).items():
         assert torch.equal(theirs[name], tensor), name
     assert cfg.speculative_num_draft_tokens == TRAINED_BLOCK
-    assert resolve(speculative_draft_model_path=str(source)).speculative_draft_model_path == str(readable)
+    again = resolve(speculative_draft_model_path=str(source), speculative_algorithm="dflash")
+    assert again.speculative_draft_model_path == str(readable)
 
 
 def test_other_algorithms_drafters_are_not_looked_at(raw: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,11 @@ def test_every_name_that_we_import_is_listed() -> None:
     assert unlisted == set()
 
 
+def test_every_listed_name_is_used() -> None:
+    ours = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "hostcheck.py")
+    assert {contract.path for contract in CONTRACTS if contract.path.rsplit(".", 1)[1] not in ours} == set()
+
+
 def test_every_hook_target_is_listed_with_its_exact_signature() -> None:
     targets = {text for text in vars(hooks).values() if isinstance(text, str) and text.startswith("sglang.srt")}
     assert len(targets) == 5

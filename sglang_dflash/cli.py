@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "serve": ("serve a model with SGLang and DFlash", serve),
         "check": ("check that this package's worker would run here", check),
         "demo": ("compare DFlash with plain decoding on a small model", demo),
+        "train": ("train a drafter for a target", train),
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: sglang-dflash COMMAND ...\n")
@@ -86,6 +87,13 @@ def serve(argv: list[str]) -> int:
         return 0
     sys.stdout.flush()
     os.execve(launch.command[0], launch.command, {**os.environ, **launch.environment})
+
+
+def train(argv: list[str]) -> int:
+    """Make data for a drafter, train it, write it in other forms."""
+    from sglang_dflash.train import cli
+
+    return cli.main(argv)
 
 
 def plan(recipe_name: str | None, flags: list[str], *, start: bool) -> Launch:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang_dflash import checkpoint, drafter_config
 from sglang_dflash.reference import drafter as reference
-from sglang_dflash.train import blocks, dataset, loop, state
+from sglang_dflash.train import blocks, dataset, estimate, loop, state
 from sglang_dflash.train.model import BlockDrafter
 from sglang_dflash.train.settings import Settings, load
 from sglang_dflash.train.target import FrozenTarget
@@ -186,3 +186,26 @@ def test_errors_say_what_to_change(target: Path, data: Path, tmp_path: Path) -> 
     assert "steps" in str(error.value)
     flags = {"target": "a", "data": "b", "output": "c", "mask_token_id": 1}
     assert load(None, flags).steps == Settings(**flags).steps
+
+
+def test_bfloat16_compute_keeps_float32_weights(target: Path, data: Path, tmp_path: Path) -> None:
+    trainer = loop.Trainer(settings(target, data, tmp_path, compute_dtype="bfloat16"), CPU)
+    before = {name: weight.clone() for name, weight in trainer.drafter.named_parameters()}
+    outcome = trainer.train_step()
+    assert torch.isfinite(outcome["loss"])
+    for name, weight in trainer.drafter.named_parameters():
+        assert weight.dtype == torch.float32
+        assert not torch.equal(weight, before[name]), name
+
+
+def test_estimate_counts_and_times(target: Path, data: Path, tmp_path: Path) -> None:
+    trainer = loop.Trainer(settings(target, data, tmp_path), CPU)
+    cost = estimate.measure(trainer)
+    assert cost.drafter_parameters == sum(weight.numel() for weight in trainer.drafter.parameters())
+    assert cost.train_sequences == 7
+    assert cost.train_tokens == 7 * 70
+    assert cost.blocks_a_step == 4 * 12
+    assert cost.epochs == pytest.approx(6 / trainer.batches.steps_per_epoch)
+    assert cost.run_s == pytest.approx(6 * cost.step_s)
+    assert f"{cost.drafter_parameters / 1e6:.1f}M" in cost.render()
+    assert not (tmp_path / loop.STATES).exists(), "nothing of a dry run is kept"

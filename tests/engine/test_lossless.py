@@ -41,7 +41,7 @@ if FULL:
     }
 
 
-@pytest.fixture(scope="module", params=list(ENGINES))
+@pytest.fixture(params=list(ENGINES))
 def scripted_engine(
     request: pytest.FixtureRequest,
     models: demo.Models,

@@ -40,7 +40,7 @@ from sglang_dflash.accept.greedy import GreedyAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import proposer
 from sglang_dflash.draft.block import BlockLayout
-from sglang_dflash.host import rounds
+from sglang_dflash.host import arguments, rounds
 from sglang_dflash.host.draft_model import DraftModel
 from sglang_dflash.host.target_model import TargetModel
 from sglang_dflash.inject.features import FeatureInjector
@@ -63,6 +63,7 @@ class DFlashWorker(BaseSpecWorker):
         self.target = TargetModel(target_worker)
         self.drafter = DraftModel(server_args, gpu_id, nccl_port, self.target, self.block_size)
         self.policy = FixedWidth(self.block_size)
+        self._mask_token_id = arguments.mask_token_id(server_args)
 
     # -- what SGLang reads of a speculative worker ---------------------------------------------------------------
 
@@ -97,8 +98,7 @@ class DFlashWorker(BaseSpecWorker):
         settings = config.load()
         ops = kernels.select(self.device)
         buffers = Buffers(self._max_requests(), self.block_size, self.device)
-        mask_token_id = _mask_token_id(self.drafter.model, self.target.worker)
-        self.layout = BlockLayout(ops, buffers, self.req_to_token_pool.req_to_token, mask_token_id)
+        self.layout = BlockLayout(ops, buffers, self.req_to_token_pool.req_to_token, self._mask_token_id)
         self.proposer = proposer.make(settings.proposer, ops, buffers, self.target.head())
         self.acceptor = _make_acceptor(ops, buffers)
         self.injector = FeatureInjector(ops, self.drafter.layers())
@@ -107,7 +107,7 @@ class DFlashWorker(BaseSpecWorker):
             __version__,
             self.block_size,
             len(self.drafter.model.layers),
-            mask_token_id,
+            self._mask_token_id,
             settings.proposer,
             ops.name,
         )
@@ -177,14 +177,11 @@ def _make_acceptor(ops: Any, buffers: Buffers) -> Any:
     acceptor = GreedyAcceptor(ops, buffers)
     if SIMULATE_ACC_LEN <= 0:
         return acceptor
+    if SIMULATE_ACC_TOKEN_MODE not in ("fixed", "real-draft-token"):
+        raise ValueError(
+            f"SGLANG_SIMULATE_ACC_TOKEN_MODE: expected fixed or real-draft-token, got {SIMULATE_ACC_TOKEN_MODE!r}; "
+            "unset it for fixed."
+        )
     logger.warning("SGLANG_SIMULATE_ACC_LEN=%s forces acceptance lengths: the output is meaningless.", SIMULATE_ACC_LEN)
     next_length = partial(sample_simulated_acc_len, SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD)
     return ForcedAcceptor(acceptor, next_length, keep_drafts=SIMULATE_ACC_TOKEN_MODE == "real-draft-token")
-
-
-def _mask_token_id(draft_model: Any, target_worker: Any) -> int:
-    """The drafter's mask token: its own id, or the tokenizer's for its mask token's text."""
-    settings = draft_model.draft_config
-    if settings.mask_token_id is not None:
-        return int(settings.mask_token_id)
-    return int(target_worker.tokenizer.get_vocab()[settings.mask_token])

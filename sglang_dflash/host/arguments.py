@@ -47,6 +47,10 @@ def reasons_for_stock(server_args: Any) -> list[str]:
             ("--enable-hierarchical-cache", cfg.enable_hierarchical_cache),
             ("--enable-unified-cache-external-linker", cfg.enable_unified_cache_external_linker),
             ("--enable-flexkv", cfg.enable_flexkv),
+            ("--enable-lmcache", cfg.enable_lmcache),
+            # A cache of another package may bring the target's keys without the drafter's.
+            (f"--radix-cache-backend {cfg.radix_cache_backend}", cfg.radix_cache_backend is not None),
+            ("--enable-hisparse", cfg.enable_hisparse),
             # SGLang turns --enable-lora on for --lora-paths, after this.
             ("--enable-lora", cfg.enable_lora or cfg.lora_paths),
             ("--enable-mixed-chunk", cfg.enable_mixed_chunk),
@@ -165,6 +169,12 @@ def resolve(server_args: Any) -> None:
     )
     _resolve_scheduling(server_args)
     _resolve_attention(server_args)
+
+
+def mask_token_id(server_args: Any) -> int:
+    """The drafter's mask token, by the rule that `resolve` checked it with."""
+    drafter = drafter_config.read_config(drafter_dir(_view(server_args)))
+    return drafter_fit.resolve_mask_token_id(drafter, _target_facts(server_args, drafter))
 
 
 def _requested_block_size(cfg: Any) -> int | None:

@@ -32,6 +32,7 @@ class DraftModel:
         self.worker = bundle.draft_worker
         self.runner = bundle.draft_model_runner
         self.model = bundle.draft_model
+        _require_dtype(self.runner.dtype, target.runner.dtype)
         self.model.set_block_size(block_size)
         # SGLang's draft model embeds its block with this, inside the graph; given embeddings it would cast to bfloat16.
         self.model.forward_embed = target.embed
@@ -126,9 +127,24 @@ def _stack_in_place(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     return stacked
 
 
+def _require_dtype(drafter: torch.dtype, target: torch.dtype) -> None:
+    """The drafter reads the target's embeddings and hidden states as they are."""
+    if drafter != target:
+        raise ValueError(
+            f"the drafter: expected the target's dtype {target}, got {drafter}; start the server with "
+            f"--dtype {str(target).removeprefix('torch.')}."
+        )
+
+
 def _require_dense(attention: list[Any]) -> None:
-    if any(a.use_gemma_norm or not a.rotary_emb.is_neox_style for a in attention):
-        raise ValueError("the drafter: expected RMSNorm and neox-style RoPE, got Gemma norms or interleaved RoPE.")
+    if any(a.use_gemma_norm for a in attention):
+        raise ValueError("the drafter: expected RMSNorm, got Gemma norms.")
+    # Injection reads SGLang's table of cosines and sines; LongRoPE, for one, keeps two tables and chooses at run time.
+    rotary = [a.rotary_emb for a in attention]
+    if any(not getattr(r, "is_neox_style", False) or not hasattr(r, "cos_sin_cache") for r in rotary):
+        raise ValueError(f"the drafter: expected neox-style RoPE from one table, got {type(rotary[0]).__name__}.")
+    if any(getattr(a.qkv_proj, "use_intel_amx_backend", False) for a in attention):
+        raise ValueError("the drafter: expected weights as they were loaded, got weights repacked for AMX.")
     if any(getattr(a.qkv_proj, "weight", None) is None or not a.qkv_proj.weight.is_floating_point() for a in attention):
         raise ValueError("the drafter: expected dense attention weights, got quantized ones; use the unquantized one.")
     if any(scale not in (None, 1.0) for a in attention for scale in (a.attn.k_scale, a.attn.v_scale)):

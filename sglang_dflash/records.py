@@ -58,7 +58,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verified:
-    """What the target says of the block. Filled by `verify.target.Verifier`."""
+    """What the target says of the block. Filled by `host.target_model.TargetModel.verify`."""
 
     logits_NV: torch.Tensor  # row i*W + j: the target's logits after token j of request i's block
     features_ND: torch.Tensor  # tapped hidden states of the same tokens

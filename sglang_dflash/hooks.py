@@ -1,4 +1,4 @@
-"""The hooks: two on SGLang's argument resolution, one on the choice of the speculative worker, two in the scheduler.
+"""The hooks: two on SGLang's argument resolution, one on the choice of the speculative worker, three in the scheduler.
 
 All are AROUND hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
 """
@@ -19,6 +19,7 @@ _VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request
 _SERVER_INFO = (
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative"
 )
+_ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 # Targets that carry our hook in this process.
 _OURS: set[str] = set()
 
@@ -79,7 +80,9 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
     from sglang_dflash.host import arguments
 
     reasons = arguments.reasons_for_stock(server_args) or hostcheck.problems(hostcheck.WORKER)
-    reasons = reasons or _apply({_VALIDATE_REQUEST: _validate_request, _SERVER_INFO: _add_server_info})
+    reasons = reasons or _apply(
+        {_VALIDATE_REQUEST: _validate_request, _SERVER_INFO: _add_server_info, _ROW_HEADROOM: _row_headroom}
+    )
     if reasons:
         _hand_over(reasons)
         return original(self, server_args)
@@ -108,3 +111,14 @@ def _validate_request(original: Any, req: Any, enable_overlap: bool) -> str | No
 def _add_server_info(original: Any, self: Any, state: dict[str, Any]) -> None:
     original(self, state)
     state["speculative_worker"] = f"sglang_dflash.worker.DFlashWorker {__version__}"
+
+
+def _row_headroom(original: Any) -> int:
+    """Columns of the request-to-token table past the context's end: all that a round reserves there.
+
+    With pages of one token SGLang leaves room for one block where a round reserves two: the slots of a request that
+    reaches the context's end would overwrite the next row's, and would never be freed.
+    """
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    return max(original(), get_alloc_reserve_per_decode())

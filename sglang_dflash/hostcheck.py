@@ -78,6 +78,8 @@ WORKER = (
         ("self", "state"),
         exact=True,
     ),
+    Contract("sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len", (), exact=True),
+    Contract("sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode"),
     Contract(
         "sglang.srt.speculative.base_spec_worker.BaseSpecWorker",
         (

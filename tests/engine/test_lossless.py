@@ -10,6 +10,7 @@ DFLASH_LOSSLESS=full runs all prompts and engines (hours on two cores).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,22 @@ def test_real_drafter(
     assert_same(answers, {rid: plain[rid][:num_tokens] for rid in chosen})
     assert all(answer.num_rounds > 0 for answer in answers)
     assert info["internal_states"][0]["speculative_worker"].startswith("sglang_dflash.worker.DFlashWorker")
+
+
+def test_requests_that_fill_the_context(
+    models: demo.Models, prompt_ids: dict[str, list[int]], plain: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Two side by side, page size 1: neither writes into the other's row, and an idle server misses no slot."""
+    rid, num_tokens = "short-0", 24
+    prompt = prompt_ids[rid]
+    env = scripted.environment(tmp_path / "script.json", prompt_ids, plain)
+    context_length = len(prompt) + num_tokens
+    with engine("ours", models, tmp_path / "log", env, page_size=1, context_length=context_length) as started:
+        answers, _ = started.generate(
+            [prompt, prompt], rids=[rid, f"{rid}@2"], max_new_tokens=num_tokens, ignore_eos=True
+        )
+        # SGLang keeps two positions of the context for itself.
+        assert_same(answers, {key: plain[rid][: num_tokens - 2] for key in (rid, f"{rid}@2")})
+        time.sleep(3)  # an idle server accounts for every slot, and ends where one is missing
+        again, _ = started.generate([prompt], rids=[f"{rid}@3"], max_new_tokens=4, ignore_eos=True)
+        assert_same(again, {rid: plain[rid][:4]})

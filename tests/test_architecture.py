@@ -15,7 +15,7 @@ from sglang_dflash import recipe
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-STAGES = ("draft", "verify", "accept", "inject")
+STAGES = ("draft", "accept", "inject")
 # Modules and packages of sglang_dflash that may import SGLang. A stage reads its batches and pools through host/.
 MAY_IMPORT_SGLANG = ("host", "worker", "plugin", "hooks", "hostcheck", "cpu", "cli", "demo", "offline", "bench")
 PLUGIN_IMPORTS = ("sglang.srt.plugins",)
@@ -210,11 +210,11 @@ BAD: list[tuple[Rule, str, str]] = [
     (files_are_short, "sglang_dflash/worker.py", "pass\n" * (MAX_FILE_LINES + 1)),
     (functions_are_short, "sglang_dflash/worker.py", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES + 1)),
     (functions_are_short, "kernels/x.py", "class A:\n  async def f(self):\n" + "    pass\n" * (MAX_FUNCTION_LINES + 1)),
-    (stages_are_independent, "sglang_dflash/draft/block.py", "from sglang_dflash.verify import target"),
+    (stages_are_independent, "sglang_dflash/draft/block.py", "from sglang_dflash.inject import features"),
     (stages_are_independent, "sglang_dflash/draft/block.py", "from ..accept import greedy"),
     (stages_are_independent, "sglang_dflash/accept/__init__.py", "def f():\n    import sglang_dflash.inject"),
     (few_import_sglang, "sglang_dflash/buffers.py", "import sglang"),
-    (few_import_sglang, "sglang_dflash/verify/target.py", "def f():\n    from sglang.srt import environ"),
+    (few_import_sglang, "sglang_dflash/accept/greedy.py", "def f():\n    from sglang.srt import environ"),
     (policy_is_pure, "sglang_dflash/policy/fixed.py", "import torch"),
     (policy_is_pure, "sglang_dflash/policy/fixed.py", "from torch.cuda import Event"),
     (policy_is_pure, "sglang_dflash/policy/fixed.py", "from sglang.srt import environ"),
@@ -241,7 +241,7 @@ def test_each_rule_complains_of_a_bad_sample(rule: Rule, path: str, text: str) -
 GOOD: list[tuple[Rule, str, str]] = [
     (functions_are_short, "sglang_dflash/worker.py", "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES),
     (stages_are_independent, "sglang_dflash/draft/block.py", "from sglang_dflash.draft import proposer\nimport torch"),
-    (stages_are_independent, "sglang_dflash/worker.py", "from sglang_dflash import draft, verify"),
+    (stages_are_independent, "sglang_dflash/worker.py", "from sglang_dflash import draft, inject"),
     (few_import_sglang, "sglang_dflash/buffers.py", "import sglang_dflash_kernels\nfrom sglang_dflash import host"),
     (few_import_sglang, "sglang_dflash/host/rounds.py", "from sglang.srt import environ"),
     (plugin_is_light, "sglang_dflash/plugin.py", "import os\ndef register():\n    import torch"),

@@ -161,6 +161,7 @@ def resolve(server_args: Any) -> None:
                 f"--{name.replace('_', '-')}: expected 1 or nothing, got {getattr(cfg, name)}; DFlash drafts a whole "
                 "block in one step. Leave the flag out."
             )
+    _refuse_unused(cfg)
     _declare(
         server_args,
         speculative_num_steps=1,
@@ -169,6 +170,21 @@ def resolve(server_args: Any) -> None:
     )
     _resolve_scheduling(server_args)
     _resolve_attention(server_args)
+
+
+def _refuse_unused(cfg: Any) -> None:
+    """Refuse flags of speculative decoding that nothing here would read."""
+    given = [
+        flag
+        for flag, present in (
+            ("--speculative-token-map", cfg.speculative_token_map is not None),
+            ("--speculative-accept-threshold-single", cfg.speculative_accept_threshold_single != 1.0),
+            ("--speculative-accept-threshold-acc", cfg.speculative_accept_threshold_acc != 1.0),
+        )
+        if present
+    ]
+    if given:
+        raise ValueError(f"{', '.join(given)}: expected only flags that DFlash reads, got these; leave them out.")
 
 
 def mask_token_id(server_args: Any) -> int:

@@ -160,6 +160,9 @@ def test_a_block_up_to_the_trained_one_is_served(resolve: Resolve, width: int, n
             {"speculative_num_draft_tokens": 4, "speculative_dflash_block_size": 5},
             "--speculative-num-draft-tokens 4 and --speculative-dflash-block-size 5 name the same thing: expected one",
         ),
+        ({"speculative_token_map": "t.pt"}, "--speculative-token-map: expected only flags that DFlash reads"),
+        ({"speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single: expected only"),
+        ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold-acc: expected only"),
         ({"speculative_num_steps": 3}, "--speculative-num-steps: expected 1 or nothing, got 3; .* Leave the flag out"),
         (
             {"speculative_eagle_topk": 4},

@@ -62,7 +62,7 @@ def assert_same(answers: list[Answer], plain: dict[str, list[int]]) -> None:
     ]
     if HAS_CUDA:
         print(f"bfloat16: {len(differing)} of {len(plain)} requests differ from plain decoding: {differing}")
-        assert len(differing) <= len(plain) // 4
+        assert not [rid for rid in differing if not rid.startswith("long")], "rounding shows in long prompts alone"
     else:
         assert not differing, f"answers differ from plain decoding: {differing}"
 

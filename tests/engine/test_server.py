@@ -179,7 +179,7 @@ def test_soak(url: str, prompt_ids: dict[str, list[int]], plain: dict[str, list[
     print(f"soak: {counts} in {SOAK_S:.0f} s")
     assert counts["whole"] >= 4
     if HAS_CUDA:
-        assert len(failures) <= counts["whole"] // 4, f"{len(failures)} of {counts['whole']} differ in bfloat16"
+        assert not [failure for failure in failures if not failure[0].startswith("long")]
     else:
         assert not failures
     wait_until_idle(url)

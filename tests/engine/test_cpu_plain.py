@@ -16,6 +16,7 @@ import torch
 
 from sglang_dflash import cpu, demo
 from sglang_dflash.cpu import bootstrap
+from tests.engine.setup import FULL
 
 if bootstrap.wanted():
     bootstrap.install()
@@ -33,8 +34,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "float32-page16-no-radix": {
         "dtype": "float32", "page_size": 16, "chunked_prefill_size": 128, "disable_radix_cache": True,
     },
-    "bfloat16-page16-radix": {"dtype": "bfloat16", "page_size": 16},
 }  # fmt: skip
+if FULL:
+    ENGINES["bfloat16-page16-radix"] = {"dtype": "bfloat16", "page_size": 16}
 DOCUMENT = " ".join(f"Item {i}: {i} times {i + 3} is {i * (i + 3)}." for i in range(1, 58))
 QUESTIONS = (
     "What is the capital of France?",

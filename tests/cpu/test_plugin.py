@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     def run(scenario: Callable[..., None], *args: Any, strict: bool) -> Outcome:
         process = context.Process(target=_scenario, args=(str(log), strict, scenario, args))
         process.start()
-        process.join(120)
+        process.join(300)
         return Outcome(process.exitcode, log.read_text())
 
     yield run
@@ -192,6 +192,8 @@ def test_otherwise_one_sentence_is_logged_and_the_stock_worker_stays(run: Run, p
     assert line.startswith(f"ERROR {INACTIVE}")
     assert sentence in line
     assert f"SGLang's built-in DFLASH worker would serve; set {STRICT}=1 to fail instead." in line
+    # SGLang adds a traceback where there is something to debug.
+    assert bool(outcome.lines("Failed to execute general plugin")) == (problem is bug)
     assert outcome.created == [STOCK]
 
 
@@ -327,6 +329,10 @@ def scheduler_side(target: str, drafter: str) -> None:
     state: dict[str, Any] = {}
     SchedulerInternalStateController._add_speculative(controller, state)
     print("state", state)
+    name = "get_req_to_token_extra_context_len"
+    found = [vars(module)[name] for module in list(sys.modules.values()) if name in vars(module)]
+    assert len(found) > 1
+    assert all(hasattr(function, "__wrapped__") for function in found)
 
 
 def test_requests_are_checked_and_the_server_tells_its_worker(run: Run, models: tuple[str, str]) -> None:
@@ -336,6 +342,18 @@ def test_requests_are_checked_and_the_server_tells_its_worker(run: Run, models: 
     assert "cannot serve temperature=0.5 (sampling)" in refused
     [state] = outcome.lines("state {")
     assert "'avg_spec_accept_length': 2.5, 'speculative_worker': 'sglang_dflash.worker.DFlashWorker " in state
+
+
+@pytest.mark.parametrize(("theirs", "reserved", "columns"), [(16, 32, 32), (40, 32, 40)])
+def test_a_row_of_the_token_table_has_room_for_all_that_a_round_reserves(
+    monkeypatch: pytest.MonkeyPatch, theirs: int, reserved: int, columns: int
+) -> None:
+    from sglang.srt.mem_cache import allocation_sizing
+
+    from sglang_dflash import hooks
+
+    monkeypatch.setattr(allocation_sizing, "get_alloc_reserve_per_decode", lambda: reserved)
+    assert hooks._row_headroom(lambda: theirs) == columns
 
 
 def check(problem: Callable[[], None] | None) -> None:

@@ -117,10 +117,9 @@ def check_length(model: Any, num_tokens: int) -> None:
     """Refuse sequences that the model does not attend over in full."""
     config = model.config.get_text_config(decoder=True)
     limit, what = getattr(config, "max_position_embeddings", None), "the target's context"
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and config.sliding_window < (
-        limit or 1 << 62
-    ):
-        limit, what = config.sliding_window, "the target's sliding window"
+    window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or KNOWN_LAYERS
+    if window is not None and "sliding_attention" in layers and (limit is None or window < limit):
+        limit, what = window, "the target's sliding window"
     if limit is not None and num_tokens > limit:
         raise ValueError(
             f"expected prompt and answer within {limit} tokens, {what}, got {num_tokens}; lower max_prompt_tokens or "

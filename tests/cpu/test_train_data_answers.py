@@ -14,6 +14,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -42,6 +44,11 @@ def make_target(name: str, device: str = "cpu", **changes: Any) -> Any:
     kinds = {
         "llama": (LlamaConfig, LlamaForCausalLM, {}),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "num_key_value_heads": 1}),
+        "mistral": (
+            MistralConfig,
+            MistralForCausalLM,
+            {"sliding_window": 200},
+        ),  # windows in all layers, unsaid by layer
         "gemma3": (
             Gemma3TextConfig,
             Gemma3ForCausalLM,
@@ -107,13 +114,14 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_a_batch_ends_when_all_its_rows_have() -> None:
+    """A row that no prompt fills, as in the second batch here, keeps none waiting."""
     model = make_target("llama")
     first = reference(model, [[1, 2, 3]], 2)[0]
     calls = []
     model.register_forward_hook(lambda *args: calls.append(1))
-    batches = answers.generate(model, [[1, 2, 3]], max_new_tokens=50, batch_size=8, stop_ids={first[1]})
-    assert by_index(batches) == [first]
-    assert len(calls) == 2
+    batches = answers.generate(model, [[1, 2, 3]] * 3, max_new_tokens=50, batch_size=2, stop_ids={first[1]})
+    assert by_index(batches) == [first] * 3
+    assert len(calls) == 4
 
 
 def test_steps_read_only_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +181,7 @@ def test_loops_are_cut_after_the_first_repeat() -> None:
     head, period = list(range(100, 150)), list(range(1, 41))
     assert answers.cut_loop(head + period * 5) == (head + period + period[:32], True)
     assert answers.cut_loop([7] * 100) == ([7] * 33, True)
+    assert answers.cut_loop([7] * 33) == ([7] * 33, True)
     assert answers.cut_loop([7] * 32) == ([7] * 32, False)
     assert answers.cut_loop(head + period[:31] + head[:10] + period[:31]) == (
         head + period[:31] + head[:10] + period[:31],
@@ -219,8 +228,10 @@ def test_what_cannot_be_decoded_is_refused() -> None:
     generate(make_target("llama"), 500, 12)
     with pytest.raises(ValueError, match="within 512 tokens, the target's context, got 513"):
         generate(make_target("llama"), 500, 13)
-    with pytest.raises(ValueError, match="within 200 tokens, the target's sliding window, got 201"):
-        generate(make_target("gemma3"), 150, 51)
+    for name in ("gemma3", "mistral"):
+        generate(make_target(name), 197, 3)
+        with pytest.raises(ValueError, match="within 200 tokens, the target's sliding window, got 201"):
+            generate(make_target(name), 197, 4)
     with pytest.raises(ValueError, match="at least 1"):
         generate(make_target("llama"), max_new_tokens=0)
     with pytest.raises(ValueError, match="at least 1"):

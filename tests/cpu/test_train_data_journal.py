@@ -48,9 +48,12 @@ def test_every_torn_end_loses_the_torn_line_alone(path: Path) -> None:
 
 def test_the_journal_of_another_run_is_refused_with_the_difference(path: Path) -> None:
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"seed 1, not 2; take the settings back"):
+    with pytest.raises(ValueError, match=r"seed 1, not 2; take the settings back") as refused:
         Journal(path, {**IDENTITY, "seed": 2})
     assert path.read_bytes() == before
+    with Journal(path, IDENTITY) as journal:  # the refused one has let go of the lock
+        assert journal.turns
+    assert refused.value
 
 
 def test_a_journal_with_nothing_generated_takes_new_settings(tmp_path: Path) -> None:

@@ -120,9 +120,8 @@ def evaluate_matches(
     Raises ValueError where the shapes or types differ from these, or where no block has a valid first slot.
     """
     _check_tables(match_NJ, valid_NJ, sequence_N, len(families))
-    judged_NJ = valid_NJ.long().cumprod(1)
     right_NJ = (match_NJ & valid_NJ).long().cumprod(1)
-    reached_NJ = judged_NJ * torch.nn.functional.pad(right_NJ[:, :-1], (1, 0), value=1)
+    reached_NJ = valid_NJ * torch.nn.functional.pad(right_NJ[:, :-1], (1, 0), value=1)
     counts = torch.zeros(2, len(families), match_NJ.shape[1], dtype=torch.float64, device=match_NJ.device)
     for total_SJ, table_NJ in zip(counts, (reached_NJ, right_NJ)):
         total_SJ.index_add_(0, sequence_N, table_NJ.double())

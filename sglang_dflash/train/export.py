@@ -44,13 +44,13 @@ def to_speculators(src: str | Path, dst: str | Path, verifier: Mapping[str, Any]
     config = checkpoint.read_config(source)
     if config.form != "z-lab":
         raise ValueError(f"{source}: expected a drafter of the z-lab form, got the {config.form} form; use it as it is")
-    ignored = checkpoint.check_tensors(source, config)
+    checkpoint.check_tensors(source, config)
     raw = speculators_json(config, verifier, _dtype(source))
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory}: expected a new or empty folder, got one with files; name another or empty it")
     directory.mkdir(parents=True, exist_ok=True)
     headers = checkpoint.read_headers(source)
-    if not ignored and {header.name for header in headers} == checkpoint.expected_tensors(config).keys():
+    if {header.name for header in headers} == checkpoint.expected_tensors(config).keys():
         _place(source, directory, {header.file for header in headers}, link)
     else:
         tensors = checkpoint.load_tensors(source, config)

@@ -120,7 +120,7 @@ def test_acceptance_by_family_and_by_slot():
 
 def test_an_engines_measurement_from_its_json():
     measured = {"title": "served", "command": "bench", "result": json.loads(ENGINE.to_json())}
-    card = model_card(facts(measurements=[measured]), CONFIG)
+    card = model_card(facts(measurements=[*facts()["measurements"], measured]), CONFIG)
     assert rows(card, "## Acceptance: served")[1] == ["code", "3.00", "none (one sequence)", "2", "1"]
     assert "The engine took 2 rounds for 5 tokens" in card
     assert "The engine took" not in model_card(facts(), CONFIG)
@@ -161,7 +161,7 @@ def test_a_missing_fact_is_named(key):
     ("changes", "told"),
     [
         ({"name": " "}, ["name: expected"]),
-        ({"training__steps": 0, "training__minutes": float("nan")}, ["training.steps: ", "training.minutes: "]),
+        ({"training__steps": 0, "training__minutes": float("inf")}, ["training.steps: ", "training.minutes: "]),
         ({"training__seeds": {}}, ["training.seeds: "]),
         ({"training__step": 3}, ["training.step: expected a known key"]),
         ({"data__0__split": "test"}, ["data.0.split: expected 'train' or 'heldout', got 'test'"]),

@@ -58,6 +58,11 @@ def test_conditional_acceptance_against_a_loop():
     assert got.families["code"].num_sequences == 1
 
 
+def test_a_family_without_blocks_is_left_out():
+    got = evaluate_matches(*tables(), [*FAMILIES[:3], "templates", "chat"])
+    assert list(got.families) == ["chat", "code"]
+
+
 def test_whole_blocks_have_their_mean_leading_run_plus_one():
     match_NJ, valid_NJ, sequence_N = tables(cut=False)
     got = evaluate_matches(match_NJ, valid_NJ, sequence_N, FAMILIES).overall
@@ -166,7 +171,7 @@ def test_an_engines_rounds_give_what_a_table_of_them_gives():
 
 
 def test_tokens_past_an_answers_end_are_accepted_and_not_handed_out():
-    got = evaluate_answers([answer([3, 3], num_tokens=6), answer([], num_tokens=1)], ["chat", "chat"], width=4)
+    got = evaluate_answers([answer([3, 3], num_tokens=6), answer([], num_tokens=0)], ["chat", "chat"], width=4)
     assert (got.overall.length, got.num_tokens, got.num_rounds) == (4.0, 5, 2)
     assert got.overall.num_sequences == 1
 
@@ -211,11 +216,11 @@ def metrics(path: Path, *rows: dict, end: str = "\n") -> Path:
 def test_metrics_of_a_run_taken_up_again(tmp_path):
     """Killed after step 30, taken up from step 10, killed again while it wrote."""
     steps = [{"step": step, "split": "train", "loss": 9.0} for step in (10, 20, 30)]
-    again = [{"step": step, "split": "train", "loss": 4.0} for step in (20, 30, 40)]
+    again = [{"step": step, "split": "train", "loss": 4.0} for step in (15, 20, 30, 40)]
     held = {"step": 10, "split": "heldout", "loss": 5.0}
     file = metrics(tmp_path / "metrics.jsonl", *steps, held, *again, end='\n{"step": 50, "spl')
     got = report.read_metrics(file)
-    assert [(row.step, row.loss) for row in got["train"]] == [(10, 9.0), (20, 4.0), (30, 4.0), (40, 4.0)]
+    assert [(row.step, row.loss) for row in got["train"]] == [(10, 9.0), (15, 4.0), (20, 4.0), (30, 4.0), (40, 4.0)]
     assert [(row.step, row.loss) for row in got["heldout"]] == [(10, 5.0)]
 
 

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: SGLang resolves for it")
 
 PRELOAD = ["sglang.srt.server_args", "sglang.srt.managers.scheduler", "sglang.srt.speculative.dflash_worker_v2"]
 STRICT = "SGLANG_DFLASH_STRICT"

@@ -237,7 +237,7 @@ def test_what_cannot_be_decoded_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         generate(make_target("llama"), batch_size=0)
     mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match="layers of attention, got linear_attention"):
         generate(mamba)
     query = torch.zeros(1, 1, 1, 8)
     with pytest.raises(ValueError, match="s_aux"):

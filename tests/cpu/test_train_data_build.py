@@ -241,11 +241,18 @@ def test_invented_turns_are_clean_and_different(target: Path, tmp_path: Path) ->
     assert tokenizer.decode(frame.prefix_ids) == "<s>be kind</s><turn>user\n"
     assert frame.end_ids == {2}
     with Journal(tmp_path / "journal", {}) as journal:
-        turns = selfinstruct.invent(
-            model, tokenizer, journal, 12, batch_size=16, seed=0, template_arguments={}, progress=None
-        )
+
+        def invent(count: int) -> list[str]:
+            return selfinstruct.invent(
+                model, tokenizer, journal, count, batch_size=16, seed=0, template_arguments={}, progress=None
+            )
+
+        turns = invent(12)
         assert len(turns) == 12
+        num_batches = len(journal.turns)
         assert turns == [turn for batch in journal.turns for turn in batch][:12]
+        assert invent(3) == turns[:3]
+        assert len(journal.turns) == num_batches
     assert len({selfinstruct.prefix_key(turn) for turn in turns}) == 12
     assert all(len(turn) >= 10 and turn == turn.strip() and not any(s in turn for s in SPECIAL) for turn in turns)
 

@@ -98,6 +98,10 @@ class EngineProcess:
         except EOFError:
             outcome, value = "error", f"the engine ended with exit code {self._process.exitcode}"
         if outcome == "error":
+            # It is ending; nothing of it is left when the error is told.
+            self._process.join(20)
+            self._process.kill()
+            self._process.join(20)
             tail = "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
             raise RuntimeError(f"{self.kind} engine: {value}\n--- end of {self.log} ---\n{tail}")
         return value

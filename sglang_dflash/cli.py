@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
-from sglang_dflash import __version__, cpu, recipe
+from sglang_dflash import __version__, config, cpu, recipe
 from sglang_dflash.cpu import bootstrap
 
 PLUGIN_GROUP = "sglang.srt.plugins"
@@ -194,7 +194,7 @@ def check(argv: list[str]) -> int:
     from sglang_dflash import hostcheck
 
     report = hostcheck.report()
-    problem = _plugin_problem()
+    problem = _plugin_problem() or _settings_problem()
     print(f"sglang-dflash  {__version__}")
     for name in ("sglang", "torch", "transformers", "triton"):
         print(f"{name:<14} {_version(name)}")
@@ -217,6 +217,15 @@ def _plugin_problem() -> str | None:
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
     if allowed and PLUGIN_NAME not in allowed:
         return f"expected {PLUGIN_NAME} in SGLANG_PLUGINS, got {', '.join(sorted(allowed))}; add it or unset that"
+    return None
+
+
+def _settings_problem() -> str | None:
+    """What is wrong with this package's settings in the environment; None where they can be read."""
+    try:
+        config.load()
+    except ValueError as error:
+        return str(error)
     return None
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable
@@ -135,8 +134,6 @@ def run() -> int:
     except RuntimeError as error:
         # The engine's failure with its log's path and end.
         console.print(str(error), style="red", markup=False, highlight=False)
-        for process in multiprocessing.active_children():
-            process.kill()
         return 1
     console.print(f"[bold]Prompt[/]  {PROMPTS[0]}")
     console.print(f"[bold]Answer[/]  {dflash[0].text}\n")

@@ -73,6 +73,10 @@ def make(name: str, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> Propos
     module, _, attribute = name.partition(":")
     try:
         proposer = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(f"proposer: expected argmax or package.module:Class, got {name!r} ({error}).") from error
+    if not isinstance(proposer, type):
+        raise ValueError(
+            f"proposer: expected argmax or package.module:Class, got {name!r} (a {type(proposer).__name__})."
+        )
     return proposer(ops, buffers, head_VH)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from sglang_dflash import cli, cpu, demo, hostcheck, offline, recipe
+from sglang_dflash import cli, config, cpu, demo, hostcheck, offline, recipe
 from sglang_dflash.cpu import bootstrap
 
 SERVER = (sys.executable, "-P", "-m", "sglang.launch_server")
@@ -211,6 +209,14 @@ def test_check_complains_of_a_list_of_plugins_without_ours(monkeypatch: pytest.M
         assert (cli._plugin_problem() is not None) == complains
 
 
+def test_check_complains_of_settings_that_the_plugin_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli._settings_problem() is None
+    monkeypatch.setenv(config.CONFIG_VARIABLE, '{"proposr": "argmax"}')
+    complaint = cli._settings_problem()
+    assert complaint is not None
+    assert "unknown key proposr" in complaint
+
+
 def test_demo_paths_are_the_last_line_and_made_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,14 +274,13 @@ def test_the_demo_says_which_package_holds_its_model(
 
 
 class _Engine:
-    """Stands in for an engine: says `answers[kind]`, or fails with a child left behind."""
+    """Stands in for an engine: says `answers[kind]`, or fails."""
 
     answers: ClassVar[dict[str, list[offline.Answer]]] = {}
 
     def __init__(self, kind: str, log: Path, **server_args: Any) -> None:
         self.kind = kind
         if kind not in self.answers:
-            multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,)).start()
             raise RuntimeError(f"{kind} engine: broken, see {log}")
 
     def __enter__(self) -> _Engine:
@@ -341,9 +346,6 @@ def test_the_demo_fails_with_the_log_of_an_engine_that_fails(
     out = capsys.readouterr().out.replace("\n", "")
     assert "plain engine: broken" in out
     assert str(tmp_path / "logs" / "demo-plain.log") in out
-    for process in multiprocessing.active_children():
-        process.join(10)
-    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,8 @@ def test_a_proposer_is_named_by_module_and_class(buffers: Buffers, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "name", ["top1", "no_such_module:Class", "sglang_dflash.records:Missing", "sglang_dflash:", ":A"]
+    "name",
+    ["top1", "no_such_module:Class", "sglang_dflash.records:Missing", "sglang_dflash:", ":A", ".a:B", "math:pi"],
 )
 def test_an_unknown_proposer_is_refused(buffers: Buffers, name: str) -> None:
     with pytest.raises(ValueError, match=r"proposer: expected argmax or package\.module:Class, got ") as caught:

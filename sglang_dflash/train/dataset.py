@@ -38,6 +38,7 @@ class Batch:
     ids_BS: torch.Tensor  # int64: prompt, answer, padding
     num_prompt_B: torch.Tensor  # int64: tokens of the prompt
     lengths_B: torch.Tensor  # int64: tokens without padding
+    starts_B: torch.Tensor  # int64: where each sequence starts in the tokens of all examples laid end to end
 
 
 def split_of(prompt_text: str, heldout_percent: float = 5) -> Split:
@@ -104,8 +105,10 @@ class Batches:
     order. Every example comes once an epoch, and the last batch is filled up with examples that come twice.
     """
 
-    def __init__(self, examples: Sequence[Example], batch_sequences: int, max_tokens: int, seed: int) -> None:
-        """Examples whose prompt alone fills `max_tokens` are left out.
+    def __init__(
+        self, examples: Sequence[Example], batch_sequences: int, max_tokens: int, seed: int, *, one_width: bool = False
+    ) -> None:
+        """Examples whose prompt alone fills `max_tokens` are left out. `one_width`: all batches are `max_tokens` wide.
 
         Raises:
             ValueError: `max_tokens` is no positive multiple of 64, `batch_sequences` is below 1, or no example is left.
@@ -121,6 +124,8 @@ class Batches:
                 "one; raise max_tokens or give more data"
             )
         self.batch_sequences, self.seed = batch_sequences, seed
+        self._fixed_width = max_tokens if one_width else None
+        self.examples = kept
         # One tensor of 4-byte ids: lists of Python integers would take ten times the memory.
         sequences = [(example.prompt_ids + example.answer_ids)[:max_tokens] for example in kept]
         self._lengths = [len(sequence) for sequence in sequences]
@@ -134,6 +139,16 @@ class Batches:
         return len(self._lengths)
 
     @property
+    def num_tokens(self) -> int:
+        """Of all examples, as far as they are trained on."""
+        return len(self._ids)
+
+    def by_length(self) -> list[list[int]]:
+        """Every example once, in batches that pad little: indices of `examples`. The last batch may be smaller."""
+        rows = sorted(range(self.num_examples), key=self._lengths.__getitem__)
+        return [rows[i : i + self.batch_sequences] for i in range(0, len(rows), self.batch_sequences)]
+
+    @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_examples // self.batch_sequences)
 
@@ -142,13 +157,17 @@ class Batches:
         epoch, index = divmod(step, self.steps_per_epoch)
         if self._epoch[0] != epoch:
             self._epoch = (epoch, self._order(epoch))
-        rows = self._epoch[1][index]
+        return self.batch_of(self._epoch[1][index])
+
+    def batch_of(self, rows: Sequence[int]) -> Batch:
+        """The batch of these examples, indices of `examples`."""
         lengths_B = torch.tensor([self._lengths[row] for row in rows])
-        width = -(-int(lengths_B.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
+        width = self._fixed_width or -(-int(lengths_B.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
         ids_BS = torch.zeros((len(rows), width), dtype=torch.int64)
         for i, row in enumerate(rows):
             ids_BS[i, : self._lengths[row]] = self._ids[self._starts[row] : self._starts[row + 1]]
-        return Batch(ids_BS, torch.tensor([self._num_prompt[row] for row in rows]), lengths_B)
+        num_prompt_B = torch.tensor([self._num_prompt[row] for row in rows])
+        return Batch(ids_BS, num_prompt_B, lengths_B, torch.tensor([self._starts[row] for row in rows]))
 
     def _order(self, epoch: int) -> list[list[int]]:
         """The examples of each batch of an epoch."""

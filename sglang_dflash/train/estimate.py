@@ -53,8 +53,8 @@ def measure(trainer: Trainer) -> Estimate:
     settings = trainer.settings
     return Estimate(
         drafter_parameters=sum(parameter.numel() for parameter in trainer.drafter.parameters()),
-        train_sequences=len(trainer.train),
-        train_tokens=sum(len(e.prompt_ids) + len(e.answer_ids) for e in trainer.train),
+        train_sequences=trainer.batches.num_examples,
+        train_tokens=trainer.batches.num_tokens,
         blocks_a_step=settings.batch_sequences * settings.anchors,
         epochs=settings.steps / trainer.batches.steps_per_epoch,
         step_s=step_s,

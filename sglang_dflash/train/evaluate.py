@@ -120,13 +120,22 @@ def evaluate_matches(
     Raises ValueError where the shapes or types differ from these, or where no block has a valid first slot.
     """
     _check_tables(match_NJ, valid_NJ, sequence_N, len(families))
-    right_NJ = (match_NJ & valid_NJ).long().cumprod(1)
-    reached_NJ = valid_NJ * torch.nn.functional.pad(right_NJ[:, :-1], (1, 0), value=1)
     counts = torch.zeros(2, len(families), match_NJ.shape[1], dtype=torch.float64, device=match_NJ.device)
-    for total_SJ, table_NJ in zip(counts, (reached_NJ, right_NJ)):
+    for total_SJ, table_NJ in zip(counts, _counts(match_NJ, valid_NJ)):
         total_SJ.index_add_(0, sequence_N, table_NJ.double())
     reached_SJ, right_SJ = counts.cpu()
     return Evaluation(**_summaries(reached_SJ, right_SJ, families, seed, num_resamples))
+
+
+def acceptance_length(match_NJ: torch.Tensor, valid_NJ: torch.Tensor) -> float:
+    """Mean acceptance length of match tables as `evaluate_matches` takes them; 1 where no block has a valid slot."""
+    return float(_length(*(table_NJ.sum(0) for table_NJ in _counts(match_NJ, valid_NJ))))
+
+
+def _counts(match_NJ: torch.Tensor, valid_NJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots that were reached, and those that were right too, int64 (N, J)."""
+    right_NJ = (match_NJ & valid_NJ).long().cumprod(1)
+    return valid_NJ * torch.nn.functional.pad(right_NJ[:, :-1], (1, 0), value=1), right_NJ
 
 
 def evaluate_answers(

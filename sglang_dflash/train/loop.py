@@ -7,6 +7,7 @@ taken up from a saved state goes on as it would have.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 import time
@@ -16,14 +17,17 @@ from typing import Any
 
 import torch
 
-from sglang_dflash import checkpoint, drafter_config
-from sglang_dflash.train import blocks, dataset, loss, state
+from sglang_dflash import __version__, checkpoint, drafter_config
+from sglang_dflash.train import blocks, dataset, evaluate, loss, optimizer, run_record, state
+from sglang_dflash.train.evaluate import Evaluation
 from sglang_dflash.train.model import BlockDrafter
+from sglang_dflash.train.run_record import RunRecord
 from sglang_dflash.train.settings import Settings
-from sglang_dflash.train.target import FrozenTarget
+from sglang_dflash.train.target import FeatureCache, FrozenTarget
 
 METRICS = "metrics.jsonl"
 STATES = "states"
+EVALUATION = "evaluation.json"
 # Blocks whose anchors are drawn the same way in every evaluation.
 EVALUATION_SEED = 1
 # A step's anchors come from a generator of their own seed, far from every other step's.
@@ -63,29 +67,44 @@ class Trainer:
         self.target = FrozenTarget(settings.target, self.config.target_layer_ids, self.dtype, device)
         torch.manual_seed(settings.seed)
         self.drafter = initialise(BlockDrafter(self.config)).to(device)
-        examples = dataset.read(settings.data)
-        self.train = [e for e in examples if e.split == "train"]
-        self.heldout = [e for e in examples if e.split == "heldout"]
-        if not self.train:
+        self.drafter.compiled = device.type == "cuda"
+        self.examples = dataset.read(settings.data)
+        train, self.heldout = self._batches("train"), self._batches("heldout")
+        if train is None:
             raise ValueError(f"{settings.data}: expected examples of the split train, got none; make data first")
-        self.batches = dataset.Batches(self.train, settings.batch_sequences, settings.max_tokens, settings.seed)
-        self.optimizer = torch.optim.AdamW(
-            self.drafter.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0
-        )
-        self.step = 0
+        self.batches = train
+        self.cache = FeatureCache(self.target, train, self.dtype, device) if settings.cache_features else None
+        self.optimizers = optimizer.make(self.drafter, settings, fused=device.type == "cuda")
+        self.step, self.seconds = 0, 0.0
 
-    def run(self, show: Callable[[Progress], None] = lambda progress: None) -> Path:
-        """Train to the end, from the newest state if there is one; the drafter's directory, in the z-lab form."""
+    def _batches(self, split: dataset.Split) -> dataset.Batches | None:
+        of_split = [example for example in self.examples if example.split == split]
+        chosen = self.settings
+        # On a GPU one width: every other one would compile the drafter again.
+        sizes = (chosen.batch_sequences, chosen.max_tokens, chosen.seed)
+        return dataset.Batches(of_split, *sizes, one_width=self.device.type == "cuda") if of_split else None
+
+    def run(self, show: Callable[[Progress], None] = lambda progress: None, command: str = "Trainer.run") -> Path:
+        """Train to the end, from the newest state if there is one; the drafter's directory, in the z-lab form.
+
+        Beside the drafter are left: METRICS, EVALUATION where there is held-out data, and the run's record.
+        """
         self.resume()
+        started, before = time.perf_counter(), self.seconds
+        told, outcomes = time.perf_counter(), []
         while self.step < self.settings.steps:
-            start = time.perf_counter()
-            outcome = self.train_step()
+            outcomes.append(self.train_step())
             if self.step % self.settings.log_every == 0 or self.step == self.settings.steps:
-                self._tell(self._progress("train", [outcome], time.perf_counter() - start), show)
+                self._tell(self._progress("train", outcomes, time.perf_counter() - told), show)
+                told, outcomes = time.perf_counter(), []
             if self.heldout and (self.step % self.settings.evaluate_every == 0 or self.step == self.settings.steps):
-                self._tell(self.evaluate(), show)
+                self._tell(self.evaluate()[0], show)
+            self.seconds = before + time.perf_counter() - started
             if self.step % self.settings.checkpoint_every == 0 or self.step == self.settings.steps:
                 self.save()
+        if self.heldout:
+            (self.settings.output / EVALUATION).write_text(self.evaluate()[1].to_json())
+        self.record(command).write(self.settings.output / run_record.FILE)
         return self.export()
 
     def resume(self) -> None:
@@ -99,15 +118,17 @@ class Trainer:
                 "directory or remove this one"
             )
         self.drafter.load_state_dict(saved["drafter"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.step = saved["step"]
+        for optimiser, values in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimiser.load_state_dict(values)
+        self.step, self.seconds = saved["step"], saved["seconds"]
 
     def save(self) -> None:
         """Write the state; the run can be taken up from here."""
         contents = {
             "settings": self._identity(),
             "drafter": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimiser.state_dict() for optimiser in self.optimizers],
+            "seconds": self.seconds,
         }
         state.save(self.settings.output / STATES, self.step, contents)
 
@@ -118,35 +139,73 @@ class Trainer:
         return checkpoint.write_checkpoint(self.settings.output / "drafter", self.config, tensors)
 
     @torch.no_grad()
-    def evaluate(self) -> Progress:
-        """Loss and acceptance on the held-out sequences, with anchors that are the same each time."""
-        batch_sequences = min(self.settings.batch_sequences, len(self.heldout))
-        held = dataset.Batches(self.heldout, batch_sequences, self.settings.max_tokens, EVALUATION_SEED)
+    def evaluate(self) -> tuple[Progress, Evaluation]:
+        """Loss and acceptance on every held-out sequence, with anchors that are the same each time."""
+        assert self.heldout is not None, "no held-out sequences"
         start, outcomes = time.perf_counter(), []
-        for index in range(held.steps_per_epoch):
+        families: list[str] = []
+        sequences: list[int] = []
+        for index, rows in enumerate(self.heldout.by_length()):
             generator = torch.Generator(self.device).manual_seed(EVALUATION_SEED * _SEED_STRIDE + index)
-            outcomes.append(self._forward(held.batch(index), generator))
-        seconds = time.perf_counter() - start
-        return self._progress("heldout", outcomes, seconds)
+            # Filled up to the size that all batches have; what comes a second time is not counted.
+            filled = (rows * self.settings.batch_sequences)[: self.settings.batch_sequences]
+            outcome = self._forward(self.heldout.batch_of(filled), generator, cached=False)
+            kept = len(rows) * self.settings.anchors
+            outcomes.append({**outcome, **{name: outcome[name][:kept] for name in ("right_NJ", "valid_NJ")}})
+            sequences += [len(families) + i for i in range(len(rows)) for _ in range(self.settings.anchors)]
+            families += [self.heldout.examples[row].family for row in rows]
+        progress = self._progress("heldout", outcomes, time.perf_counter() - start)
+        right_NJ, valid_NJ = (torch.cat([o[name] for o in outcomes]).cpu() for name in ("right_NJ", "valid_NJ"))
+        return progress, evaluate.evaluate_matches(right_NJ, valid_NJ, torch.tensor(sequences), families)
 
     def train_step(self) -> dict[str, Any]:
         """One step of the optimiser; what `_forward` gave."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.settings, self.step)
+        rate = learning_rate(self.settings, self.step)
+        for group in (group for optimiser in self.optimizers for group in optimiser.param_groups):
+            group["lr"] = rate
         generator = torch.Generator(self.device).manual_seed(self.settings.seed * _SEED_STRIDE + self.step)
-        outcome = self._forward(self.batches.batch(self.step), generator)
-        self.optimizer.zero_grad(set_to_none=True)
+        outcome = self._forward(self.batches.batch(self.step), generator, cached=True)
+        self.drafter.zero_grad(set_to_none=True)
         outcome["loss"].backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip_norm)
-        self.optimizer.step()
+        for optimiser in self.optimizers:
+            optimiser.step()
         self.step += 1
-        return outcome
+        return {**outcome, "loss": outcome["loss"].detach()}
 
-    def _forward(self, batch: dataset.Batch, generator: torch.Generator) -> dict[str, Any]:
+    def record(self, command: str) -> RunRecord:
+        """What a model card is made from."""
+        chosen = self.settings
+        counts: dict[tuple[str, dataset.Split], list[int]] = {}
+        for example in self.examples:
+            counts.setdefault((example.family, example.split), []).append(len(example.answer_ids))
+        return RunRecord(
+            settings=chosen,
+            hardware=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+            minutes=round(self.seconds / 60, 2) or 0.01,
+            versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+            | {"sglang-dflash": __version__},
+            command=command,
+            data=[
+                run_record.DataCount(family=family, split=split, examples=len(lengths), tokens=sum(lengths))
+                for (family, split), lengths in counts.items()
+            ],
+            sequences_per_step=chosen.batch_sequences,
+            blocks_per_sequence=chosen.anchors,
+            optimizer=optimizer.describe(chosen),
+            schedule=f"{chosen.warmup:.0%} linear warm-up, cosine to zero",
+            loss=f"cross entropy, D-PACE weights (smoothing {chosen.dpace_smoothing})"
+            if chosen.loss == "dpace"
+            else f"cross entropy, decay by slot (gamma {chosen.decay_gamma})",
+            seeds={"training": chosen.seed},
+        )
+
+    def _forward(self, batch: dataset.Batch, generator: torch.Generator, cached: bool) -> dict[str, Any]:
         tensors = (batch.ids_BS, batch.num_prompt_B, batch.lengths_B)
         ids_BS, num_prompt_B, lengths_B = (tensor.to(self.device) for tensor in tensors)
         drawn = blocks.draw(ids_BS, num_prompt_B, lengths_B, self.settings.anchors, self.settings.block_size, generator)
-        features_BSD = self.target.features(ids_BS)
+        source = self.cache if cached and self.cache is not None else self.target
+        features_BSD = source.features(batch, self.device)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             hidden_BAKH = self.drafter.forward_blocks(
                 features_BSD, drawn, self.target.embedding, self.settings.mask_token_id
@@ -171,9 +230,9 @@ class Trainer:
         return Progress(
             step=self.step,
             split=split,
-            loss=float(torch.stack([o["loss"].detach() for o in outcomes]).mean()),
+            loss=float(torch.stack([o["loss"] for o in outcomes]).mean()),
             slot1_accuracy=float(right_NJ[first, 0].float().mean()) if bool(first.any()) else 0.0,
-            acceptance_length=loss.acceptance_length(right_NJ, valid_NJ),
+            acceptance_length=evaluate.acceptance_length(right_NJ, valid_NJ),
             lr=learning_rate(self.settings, max(self.step - 1, 0)),
             tokens_per_s=sum(o["num_tokens"] for o in outcomes) / seconds,
         )

@@ -1,18 +1,18 @@
 """The loss of a block drafter: cross entropy of every slot, weighted by what the slot is worth.
 
 A draft counts only if all drafts before it in the block are right, so early slots are worth more. Shape letters: see
-`blocks`; J = K - 1 slots that predict.
+`blocks`; J = K - 1 slots that predict, R rows (blocks times slots), V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-# Rows whose logits stand in memory at once: 8192 x 49152 float32 logits are 1.6 GB.
+# Rows whose gradient of the logits stands in memory at once: 8192 x 49152 bfloat16 values are 0.8 GB.
 CHUNK_ROWS = 8192
 
 
@@ -30,25 +30,63 @@ class SlotScores:
 
 
 def score(hidden_NJH: torch.Tensor, head_VH: torch.Tensor, labels_NJ: torch.Tensor) -> SlotScores:
-    """Score N blocks; logits are made a chunk of rows at a time, again in the backward pass.
+    """Score N blocks.
 
     Args:
         hidden_NJH: the drafter's hidden states of slots 1 .. K-1.
-        head_VH: the target's head, frozen.
+        head_VH: the target's head, frozen; the logits have its dtype.
         labels_NJ: int64.
     """
-    rows, labels = hidden_NJH.flatten(0, 1), labels_NJ.flatten()
-    parts = [
-        checkpoint(_score_rows, part, head_VH, label, use_reentrant=False)
-        for part, label in zip(rows.split(CHUNK_ROWS), labels.split(CHUNK_ROWS), strict=True)
-    ]
-    nll, right = (torch.cat(pieces).view(labels_NJ.shape) for pieces in zip(*parts, strict=True))
-    return SlotScores(nll, right)
+    nll_R, right_R = _HeadScores.apply(hidden_NJH.flatten(0, 1), head_VH, labels_NJ.flatten())
+    return SlotScores(nll_R.view(labels_NJ.shape), right_R.view(labels_NJ.shape))
 
 
-def _score_rows(hidden: torch.Tensor, head_VH: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = (hidden.to(head_VH.dtype) @ head_VH.T).float()
-    return F.cross_entropy(logits, labels, reduction="none"), logits.detach().argmax(-1) == labels
+class _HeadScores(torch.autograd.Function):
+    """Head and cross entropy in one. The logits are kept as they left the head, never in float32 as a whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RH: torch.Tensor, head_VH: torch.Tensor, labels_R: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_RV = hidden_RH.to(head_VH.dtype) @ head_VH.T
+        parts = zip(logits_RV.split(CHUNK_ROWS), labels_R.split(CHUNK_ROWS))
+        lse_R, nll_R, right_R = (torch.cat(rows) for rows in zip(*(_fused(_row_scores)(*part) for part in parts)))
+        ctx.save_for_backward(logits_RV, head_VH, labels_R, lse_R)
+        ctx.hidden_dtype = hidden_RH.dtype
+        ctx.mark_non_differentiable(right_R)
+        return nll_R, right_R
+
+    @staticmethod
+    def backward(ctx: Any, grad_nll_R: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None]:
+        logits_RV, head_VH, *rows = ctx.saved_tensors
+        parts = zip(logits_RV.split(CHUNK_ROWS), *(row.split(CHUNK_ROWS) for row in (*rows, grad_nll_R)))
+        grads = [_fused(_logits_gradient)(*part) @ head_VH for part in parts]
+        return torch.cat(grads).to(ctx.hidden_dtype), None, None
+
+
+def _row_scores(logits_RV: torch.Tensor, labels_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log of the sum of exponentials, negative log-likelihood, and whether the label is the most probable token."""
+    lse_R = logits_RV.float().logsumexp(-1)
+    nll_R = lse_R - logits_RV.gather(1, labels_R[:, None])[:, 0].float()
+    return lse_R, nll_R, logits_RV.argmax(-1) == labels_R
+
+
+def _logits_gradient(
+    logits_RV: torch.Tensor, labels_R: torch.Tensor, lse_R: torch.Tensor, grad_nll_R: torch.Tensor
+) -> torch.Tensor:
+    probabilities_RV = (logits_RV.float() - lse_R[:, None]).exp()
+    label_RV = torch.arange(logits_RV.shape[1], device=logits_RV.device) == labels_R[:, None]
+    return ((probabilities_RV - label_RV.float()) * grad_nll_R[:, None]).to(logits_RV.dtype)
+
+
+_COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, on a GPU as few kernels: as separate operations it would write the logits in float32 many times."""
+    if not torch.cuda.is_available():
+        return function
+    return _COMPILED.setdefault(function, torch.compile(function, dynamic=False, fullgraph=True))
 
 
 def decay_weights(valid_NJ: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -71,10 +109,3 @@ def dpace_weights(nll_NJ: torch.Tensor, valid_NJ: torch.Tensor, smoothing: float
 def weighted(nll_NJ: torch.Tensor, weights_NJ: torch.Tensor) -> torch.Tensor:
     """The mean of the slots' losses, weighted; a scalar. Zero, with gradient, where no slot has a weight."""
     return (nll_NJ * weights_NJ).sum() / weights_NJ.sum().clamp(min=1e-6)
-
-
-def acceptance_length(right_NJ: torch.Tensor, valid_NJ: torch.Tensor) -> float:
-    """Mean leading run of right slots plus one (the bonus token), over the blocks that have a label at all."""
-    runs_N = torch.cumprod((right_NJ & valid_NJ).long(), dim=1).sum(1)
-    counted_N = valid_NJ.any(1)
-    return float((runs_N[counted_N] + 1).float().mean()) if bool(counted_N.any()) else 0.0

@@ -31,7 +31,11 @@ class Settings(pydantic.BaseModel):
     max_tokens: int = pydantic.Field(512, ge=64)  # of a sequence, prompt included; longer ones are cut
     batch_sequences: int = pydantic.Field(32, ge=1)
     anchors: int = pydantic.Field(64, ge=1)  # blocks a sequence, redrawn each time it is seen
+    # Keep the target's features of all training tokens on the device, instead of computing them in every epoch: a token
+    # takes 2 bytes a feature, taps times hidden size of them.
+    cache_features: bool = False
     # The optimiser.
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices, AdamW for the norms
     steps: int = pydantic.Field(4500, ge=1)
     learning_rate: float = pydantic.Field(1.5e-3, gt=0)
     warmup: float = pydantic.Field(0.04, ge=0, lt=1)  # fraction of the steps

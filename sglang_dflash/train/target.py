@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.train.dataset import Batch, Batches
+
+GIGABYTE = 1e9
+
 
 class FrozenTarget:
     """A causal language model of Transformers, evaluated only.
@@ -39,8 +43,35 @@ class FrozenTarget:
         return self.model.get_output_embeddings().weight
 
     @torch.no_grad()
-    def features(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Concatenated tapped hidden states (B, S, D) of sequences padded on the right."""
+    def features(self, batch: Batch, device: torch.device) -> torch.Tensor:
+        """Concatenated tapped hidden states (B, S, D) of a batch."""
         # Causal attention: what follows a token does not change its features, so padding needs no mask.
-        out = self.model.model(ids_BS, output_hidden_states=True, use_cache=False)
+        out = self.model.model(batch.ids_BS.to(device), output_hidden_states=True, use_cache=False)
         return torch.cat([out.hidden_states[tap + 1] for tap in self.taps], dim=-1)
+
+
+class FeatureCache:
+    """Features of every training token on the device, laid end to end: computed once, read in every epoch."""
+
+    def __init__(self, target: FrozenTarget, batches: Batches, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ValueError where the device has no room for them."""
+        num_features = len(target.taps) * target.head_VH.shape[1]
+        num_bytes = batches.num_tokens * num_features * dtype.itemsize
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else num_bytes
+        if num_bytes > free:
+            raise ValueError(
+                f"cache_features: expected {num_bytes / GIGABYTE:.0f} GB free for {batches.num_tokens} tokens, got "
+                f"{free / GIGABYTE:.0f} GB; set it to false or train on less data"
+            )
+        self._features_TD = torch.empty(batches.num_tokens, num_features, dtype=dtype, device=device)
+        for rows in batches.by_length():
+            batch = batches.batch_of(rows)
+            features_BSD = target.features(batch, device)
+            for start, length, features_SD in zip(batch.starts_B.tolist(), batch.lengths_B.tolist(), features_BSD):
+                self._features_TD[start : start + length] = features_SD[:length]
+
+    def features(self, batch: Batch, device: torch.device) -> torch.Tensor:
+        """Features (B, S, D) of a batch. Those of padding are some other token's: no block sees them."""
+        num_tokens = self._features_TD.shape[0]
+        at_BS = batch.starts_B[:, None] + torch.arange(batch.ids_BS.shape[1])
+        return self._features_TD[at_BS.clamp(max=num_tokens - 1).to(device)]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sglang_dflash.train import blocks, loss
+from sglang_dflash.train import blocks, evaluate, loss
 
 BLOCK_SIZE = 4
 
@@ -16,8 +16,11 @@ def draw(num_anchors: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, t
     ids_BS = torch.arange(100, 132).repeat(3, 1) + torch.tensor([[0], [1000], [2000]])
     num_prompt_B, lengths_B = torch.tensor([5, 20, 3]), torch.tensor([32, 24, 6])
     generator = torch.Generator().manual_seed(seed)
-    return ids_BS, num_prompt_B, lengths_B, blocks.draw(
-        ids_BS, num_prompt_B, lengths_B, num_anchors, BLOCK_SIZE, generator
+    return (
+        ids_BS,
+        num_prompt_B,
+        lengths_B,
+        blocks.draw(ids_BS, num_prompt_B, lengths_B, num_anchors, BLOCK_SIZE, generator),
     )
 
 
@@ -107,6 +110,8 @@ def test_weights() -> None:
 def test_acceptance_length() -> None:
     right = torch.tensor([[True, True, False, True], [False, True, True, True], [True, True, True, True]])
     valid = torch.tensor([[True] * 4, [True] * 4, [True, True, False, False]])
-    assert loss.acceptance_length(right, valid) == pytest.approx((3 + 1 + 3) / 3)
+    # Slot 1: 2 of 3 right; slot 2: 2 of 2; slot 3: 0 of 1, the third block's is not judged.
+    assert evaluate.acceptance_length(right, valid) == pytest.approx(1 + 2 / 3 + 2 / 3)
     nothing = torch.zeros(1, 4, dtype=torch.bool)
-    assert loss.acceptance_length(torch.cat([right, nothing]), torch.cat([valid, nothing])) == pytest.approx(7 / 3)
+    assert evaluate.acceptance_length(torch.cat([right, nothing]), torch.cat([valid, nothing])) == pytest.approx(7 / 3)
+    assert evaluate.acceptance_length(nothing, nothing) == 1

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang_dflash import checkpoint, drafter_config
 from sglang_dflash.reference import drafter as reference
-from sglang_dflash.train import blocks, dataset, estimate, loop, state
+from sglang_dflash.train import blocks, dataset, estimate, evaluate, loop, model, run_record, state
 from sglang_dflash.train.model import BlockDrafter
 from sglang_dflash.train.settings import Settings, load
 from sglang_dflash.train.target import FrozenTarget
@@ -53,6 +53,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def batch_of(ids_BS: torch.Tensor) -> dataset.Batch:
+    zeros = torch.zeros(len(ids_BS), dtype=torch.long)
+    return dataset.Batch(ids_BS, zeros, zeros + ids_BS.shape[1], zeros)
+
+
 def settings(target: Path, data: Path, output: Path, **changes: Any) -> Settings:
     values = {
         "target": target,
@@ -83,7 +88,7 @@ def test_trainer_computes_what_the_reference_computes(target: Path, tmp_path: Pa
     lengths_B = torch.tensor([40, 30])
     drawn = blocks.draw(ids_BS, torch.tensor([4, 9]), lengths_B, 5, 6, torch.Generator().manual_seed(0))
     with torch.no_grad():
-        features_BSD = frozen.features(ids_BS)
+        features_BSD = frozen.features(batch_of(ids_BS), CPU)
         hidden_BAKH = drafter.forward_blocks(features_BSD, drawn, frozen.embedding, MASK)
         for row in range(2):
             for a, anchor in enumerate(drawn.anchors_BA[row].tolist()):
@@ -97,9 +102,10 @@ def test_features_are_those_of_the_taps(target: Path) -> None:
     frozen = FrozenTarget(target, (1, 4), torch.float32, CPU)
     ids = torch.randint(60, (1, 9))
     hidden = frozen.model(ids, output_hidden_states=True).hidden_states
-    torch.testing.assert_close(frozen.features(ids), torch.cat([hidden[2], hidden[5]], dim=-1))
+    got = frozen.features(batch_of(ids), CPU)
+    torch.testing.assert_close(got, torch.cat([hidden[2], hidden[5]], dim=-1))
     padded = torch.cat([ids, torch.zeros(1, 3, dtype=torch.long)], dim=1)
-    torch.testing.assert_close(frozen.features(padded)[:, :9], frozen.features(ids))
+    torch.testing.assert_close(frozen.features(batch_of(padded), CPU)[:, :9], got)
     with pytest.raises(ValueError, match="layers 0 to 4"):
         FrozenTarget(target, (1, 5), torch.float32, CPU)
 
@@ -121,9 +127,11 @@ def test_memorises_patterns_and_writes_a_drafter(target: Path, data: Path, tmp_p
     reference.load_drafter(folder)
 
 
-@pytest.mark.parametrize("kind", ["dpace", "decay"])
-def test_a_killed_run_goes_on_as_it_would_have(target: Path, data: Path, tmp_path: Path, kind: str) -> None:
-    whole = loop.Trainer(settings(target, data, tmp_path / "whole", loss=kind), CPU)
+@pytest.mark.parametrize("changes", [{"loss": "dpace"}, {"loss": "decay"}, {"optimizer": "muon"}], ids=str)
+def test_a_killed_run_goes_on_as_it_would_have(
+    target: Path, data: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    whole = loop.Trainer(settings(target, data, tmp_path / "whole", **changes), CPU)
     whole.run()
 
     class Killed(Exception):
@@ -133,7 +141,7 @@ def test_a_killed_run_goes_on_as_it_would_have(target: Path, data: Path, tmp_pat
         if progress.step == 5:
             raise Killed
 
-    chosen = settings(target, data, tmp_path / "killed", loss=kind)
+    chosen = settings(target, data, tmp_path / "killed", **changes)
     with pytest.raises(Killed):
         loop.Trainer(chosen, CPU).run(kill)
     again = loop.Trainer(chosen, CPU)
@@ -186,6 +194,71 @@ def test_errors_say_what_to_change(target: Path, data: Path, tmp_path: Path) -> 
     assert "steps" in str(error.value)
     flags = {"target": "a", "data": "b", "output": "c", "mask_token_id": 1}
     assert load(None, flags).steps == Settings(**flags).steps
+
+
+def test_cached_features_train_the_same(target: Path, data: Path, tmp_path: Path) -> None:
+    drafters = []
+    for cached in (False, True):
+        trainer = loop.Trainer(settings(target, data, tmp_path, cache_features=cached), CPU)
+        for _ in range(3):
+            trainer.train_step()
+        drafters.append(trainer.drafter.state_dict())
+    for name, weight in drafters[0].items():
+        torch.testing.assert_close(drafters[1][name], weight, msg=name)
+
+
+def test_evaluation_counts_every_heldout_sequence_once(target: Path, data: Path, tmp_path: Path) -> None:
+    """Three sequences in batches of four: the fourth place of the batch is filled, and not counted."""
+    examples = dataset.read(data)
+    heldout = [dataclasses.replace(e, split="heldout", family=f) for e, f in zip(examples[:3], ["a", "b", "a"])]
+    dataset.write(tmp_path / "data.jsonl", [*examples, *heldout][:7] + heldout)
+    trainer = loop.Trainer(settings(target, tmp_path / "data.jsonl", tmp_path), CPU)
+    progress, evaluation = trainer.evaluate()
+    assert {name: family.num_sequences for name, family in evaluation.families.items()} == {"a": 2, "b": 1}
+    assert evaluation.overall.num_blocks == 3 * 12
+    assert progress.acceptance_length == pytest.approx(evaluation.overall.length)
+    assert progress.slot1_accuracy == pytest.approx(evaluation.overall.slots[0])
+
+
+def test_a_finished_run_leaves_its_record_and_its_evaluation(target: Path, data: Path, tmp_path: Path) -> None:
+    loop.Trainer(settings(target, data, tmp_path), CPU).run(command="the command")
+    record = run_record.RunRecord.read(tmp_path / run_record.FILE)
+    assert record.settings == settings(target, data, tmp_path)
+    assert record.command == "the command"
+    assert [(row.split, row.examples, row.tokens) for row in record.data] == [("train", 7, 7 * 66), ("heldout", 1, 66)]
+    assert evaluate.Evaluation.from_json((tmp_path / loop.EVALUATION).read_text()).overall.num_sequences == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 9])
+def test_flex_attention_sees_what_the_dense_mask_shows(causal: bool, window: int | None) -> None:
+    ids_BS, lengths_B = torch.zeros(2, 96, dtype=torch.long), torch.tensor([96, 50])
+    drawn = blocks.draw(ids_BS, torch.tensor([4, 9]), lengths_B, 12, 6, torch.Generator().manual_seed(0))
+    mask = model.block_mask(drawn.anchors_BA, 96, 6, causal, window)
+    batch, queries, keys = torch.arange(2)[:, None, None], torch.arange(72)[:, None], torch.arange(96 + 72)
+    got = mask.mask_mod(batch, torch.tensor(0), queries, keys)
+    assert torch.equal(got, blocks.visible(drawn.anchors_BA, 96, 6, causal, window))
+    # What a tile without an open pair means is that it is skipped.
+    assert mask.kv_num_blocks.sum() > 0
+
+
+def test_compiled_layers_compute_what_the_others_do(target: Path) -> None:
+    config = drafter_config.config_for_target(json.loads((target / "config.json").read_text()), 2, 6, MASK, (1, 2, 4))
+    config = dataclasses.replace(config, head_dim=16)  # flex attention's least
+    torch.manual_seed(1)
+    drafter = loop.initialise(BlockDrafter(config), std=0.2).eval()
+    embedding = torch.nn.Embedding(VOCAB, HIDDEN)
+    features_BSD = torch.randn(2, 192, 3 * HIDDEN)
+    ids_BS, lengths_B = torch.randint(60, (2, 192)), torch.tensor([192, 90])
+    with torch.no_grad():
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            drawn = blocks.draw(ids_BS, torch.tensor([4, 9]), lengths_B, 40, 6, generator)
+            drafter.compiled = False
+            expected = drafter.forward_blocks(features_BSD, drawn, embedding, MASK)
+            drafter.compiled = True
+            got = drafter.forward_blocks(features_BSD, drawn, embedding, MASK)
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_bfloat16_compute_keeps_float32_weights(target: Path, data: Path, tmp_path: Path) -> None:

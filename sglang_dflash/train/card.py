@@ -89,13 +89,20 @@ class Facts(Record):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `train card`, and the keys of its file of facts as help."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "sglang-dflash train card RUN_DIR --facts FACTS.yaml [--evaluation FILE.json ...]"
     parser.epilog = inspect.getdoc(Facts)
     parser.add_argument(
         "run_dir", type=Path, metavar="RUN_DIR", help="a finished run; writes RUN_DIR/drafter/README.md"
     )
     parser.add_argument("--facts", type=Path, required=True, metavar="FACTS.yaml", help="what the run cannot know")
     parser.add_argument(
-        "--evaluation", type=Path, nargs="+", default=[], metavar="FILE.json", help="measured acceptance"
+        "--evaluation",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE.json",
+        help="measured acceptance",
     )
 
 
@@ -189,7 +196,9 @@ def model_card(
 
 
 def _refusal(problems: list[str]) -> ValueError:
-    return ValueError("no model card:\n  - " + "\n  - ".join(problems))
+    return ValueError(
+        "no model card (`sglang-dflash train card --help` explains the facts):\n  - " + "\n  - ".join(problems)
+    )
 
 
 def _absent(facts: Mapping[str, Any], key: str, needed: set[str], what: str) -> list[str]:

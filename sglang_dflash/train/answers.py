@@ -19,17 +19,22 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: the likeliest at temperature 0, else one drawn from the likeliest that make up `top_p`."""
+    """How a token is chosen: the likeliest at temperature 0, else one drawn from the likeliest that make up `top_p`.
+
+    With `top_k`, `top_p` is of the `top_k` likeliest: over a whole vocabulary it takes a sort that costs more than the
+    model.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or (self.top_k is not None and self.top_k < 1):
             raise ValueError(
-                f"expected a temperature of at least 0 and a top_p in (0, 1], got {self.temperature} and {self.top_p}; "
-                "correct them"
+                "expected a temperature of at least 0, a top_p in (0, 1] and a top_k of at least 1, got "
+                f"{self.temperature}, {self.top_p} and {self.top_k}; correct them"
             )
 
 
@@ -154,14 +159,21 @@ def choose(logits_BV: torch.Tensor, sampling: Sampling, generator: torch.Generat
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1)
-    probs_BV = torch.softmax(logits_BV.float() / sampling.temperature, dim=-1)
-    if sampling.top_p < 1:
-        sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True)
-        # A token stays where the likelier ones alone do not make up top_p: the likeliest always does.
-        outside_BV = sorted_BV.cumsum(dim=-1) - sorted_BV >= sampling.top_p
-        probs_BV = probs_BV.scatter(-1, order_BV, sorted_BV.masked_fill(outside_BV, 0.0))
-    noise_BV = torch.empty_like(probs_BV).exponential_(generator=generator).clamp_(min=torch.finfo(torch.float32).tiny)
-    return (probs_BV / noise_BV).argmax(dim=-1)
+    logits_BV = logits_BV.float() / sampling.temperature
+    if sampling.top_k is None and sampling.top_p == 1:
+        return _draw(torch.softmax(logits_BV, dim=-1), generator)
+    num_candidates = min(sampling.top_k or logits_BV.shape[-1], logits_BV.shape[-1])
+    candidates_BC, tokens_BC = logits_BV.topk(num_candidates, dim=-1)
+    probs_BC = torch.softmax(candidates_BC, dim=-1)
+    # A token stays where the likelier ones alone do not make up top_p: the likeliest always does.
+    outside_BC = probs_BC.cumsum(dim=-1) - probs_BC >= sampling.top_p
+    drawn_B1 = _draw(probs_BC.masked_fill(outside_BC, 0.0), generator)[:, None]
+    return tokens_BC.gather(-1, drawn_B1)[:, 0]
+
+
+def _draw(probs_BC: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    noise_BC = torch.empty_like(probs_BC).exponential_(generator=generator).clamp_(min=torch.finfo(torch.float32).tiny)
+    return (probs_BC / noise_BC).argmax(dim=-1)
 
 
 def cut_loop(ids: list[int], ngram: int = NGRAM) -> tuple[list[int], bool]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,13 +143,26 @@ def _run(args: argparse.Namespace) -> int:
                 if progress.split == "heldout":
                     console.print(f"step {progress.step}: {note}")
 
-            print(trainer.run(show))
+            folder = trainer.run(show, shlex.join(["sglang-dflash", *sys.argv[1:]]))
+        _draw(settings)
+        print(folder)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"expected a step to fit the device's memory, got: {error}. Lower batch_sequences "
             f"({settings.batch_sequences}), then anchors ({settings.anchors}) or max_tokens ({settings.max_tokens})"
         ) from error
     return 0
+
+
+def _draw(settings: training_settings.Settings) -> None:
+    """The run's curves and, where data was held out, acceptance by position of the block."""
+    from sglang_dflash.train import evaluate, loop, report
+
+    output = settings.output
+    report.plot_training(output / loop.METRICS, output / "curves.png", output.name)
+    if (output / loop.EVALUATION).is_file():
+        evaluation = evaluate.Evaluation.from_json((output / loop.EVALUATION).read_text())
+        report.plot_acceptance(evaluation, output / "acceptance.png", f"{output.name}, held out")
 
 
 def _bar(console: Console) -> Progress:

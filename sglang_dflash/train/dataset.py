@@ -159,10 +159,10 @@ class Batches:
             self._epoch = (epoch, self._order(epoch))
         return self.batch_of(self._epoch[1][index])
 
-    def batch_of(self, rows: Sequence[int]) -> Batch:
-        """The batch of these examples, indices of `examples`."""
+    def batch_of(self, rows: Sequence[int], *, narrow: bool = False) -> Batch:
+        """The batch of these examples, indices of `examples`; `narrow`: no wider than they need."""
         lengths_B = torch.tensor([self._lengths[row] for row in rows])
-        width = self._fixed_width or -(-int(lengths_B.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
+        width = (None if narrow else self._fixed_width) or -(-int(lengths_B.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
         ids_BS = torch.zeros((len(rows), width), dtype=torch.int64)
         for i, row in enumerate(rows):
             ids_BS[i, : self._lengths[row]] = self._ids[self._starts[row] : self._starts[row + 1]]

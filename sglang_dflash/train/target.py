@@ -65,7 +65,7 @@ class FeatureCache:
             )
         self._features_TD = torch.empty(batches.num_tokens, num_features, dtype=dtype, device=device)
         for rows in batches.by_length():
-            batch = batches.batch_of(rows)
+            batch = batches.batch_of(rows, narrow=True)
             features_BSD = target.features(batch, device)
             for start, length, features_SD in zip(batch.starts_B.tolist(), batch.lengths_B.tolist(), features_BSD):
                 self._features_TD[start : start + length] = features_SD[:length]

@@ -141,13 +141,16 @@ def test_steps_read_only_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_follow_the_probabilities_of_the_nucleus(device: str) -> None:
     logits = torch.log(torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15], device=device))
     generator = torch.Generator(device).manual_seed(0)
-    for temperature, top_p, expected in [
-        (1.0, 1.0, [0.1, 0.4, 0.05, 0.3, 0.15]),
-        (1.0, 0.8, [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
-        (1.0, 0.3, [0.0, 1.0, 0.0, 0.0, 0.0]),
-        (0.5, 1.0, [p * p / 0.285 for p in (0.1, 0.4, 0.05, 0.3, 0.15)]),
+    for temperature, top_p, top_k, expected in [
+        (1.0, 1.0, None, [0.1, 0.4, 0.05, 0.3, 0.15]),
+        (1.0, 0.8, None, [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
+        (1.0, 0.3, None, [0.0, 1.0, 0.0, 0.0, 0.0]),
+        (0.5, 1.0, None, [p * p / 0.285 for p in (0.1, 0.4, 0.05, 0.3, 0.15)]),
+        (1.0, 1.0, 3, [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
+        (1.0, 0.8, 3, [0, 0.4 / 0.7, 0, 0.3 / 0.7, 0]),
+        (1.0, 0.8, 99, [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
     ]:
-        tokens = answers.choose(logits.expand(20_000, 5), Sampling(temperature, top_p), generator)
+        tokens = answers.choose(logits.expand(20_000, 5), Sampling(temperature, top_p, top_k=top_k), generator)
         shares = torch.bincount(tokens, minlength=5).cpu() / 20_000
         torch.testing.assert_close(shares, torch.tensor(expected), atol=0.015, rtol=0)
         assert [p == 0 for p in expected] == [p == 0 for p in shares.tolist()]
@@ -245,6 +248,8 @@ def test_what_cannot_be_decoded_is_refused() -> None:
     for temperature, top_p in [(-1, 1), (1, 0), (1, 1.1)]:
         with pytest.raises(ValueError, match="temperature"):
             Sampling(temperature, top_p)
+    with pytest.raises(ValueError, match="top_k of at least 1"):
+        Sampling(1.0, 1.0, top_k=0)
     assert list(answers.generate(make_target("llama"), [], max_new_tokens=1, batch_size=1, stop_ids=set())) == []
 
 

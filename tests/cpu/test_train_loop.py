@@ -232,14 +232,18 @@ def test_a_finished_run_leaves_its_record_and_its_evaluation(target: Path, data:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 9])
 def test_flex_attention_sees_what_the_dense_mask_shows(causal: bool, window: int | None) -> None:
-    ids_BS, lengths_B = torch.zeros(2, 96, dtype=torch.long), torch.tensor([96, 50])
-    drawn = blocks.draw(ids_BS, torch.tensor([4, 9]), lengths_B, 12, 6, torch.Generator().manual_seed(0))
-    mask = model.block_mask(drawn.anchors_BA, 96, 6, causal, window)
-    batch, queries, keys = torch.arange(2)[:, None, None], torch.arange(72)[:, None], torch.arange(96 + 72)
+    ids_BS, lengths_B = torch.zeros(2, 192, dtype=torch.long), torch.tensor([192, 90])
+    drawn = blocks.draw(ids_BS, torch.tensor([4, 9]), lengths_B, 60, 6, torch.Generator().manual_seed(0))
+    mask = model.block_mask(drawn.anchors_BA, 192, 6, causal, window)
+    batch, queries, keys = torch.arange(2)[:, None, None], torch.arange(360)[:, None], torch.arange(192 + 360)
     got = mask.mask_mod(batch, torch.tensor(0), queries, keys)
-    assert torch.equal(got, blocks.visible(drawn.anchors_BA, 96, 6, causal, window))
-    # What a tile without an open pair means is that it is skipped.
-    assert mask.kv_num_blocks.sum() > 0
+    assert torch.equal(got, blocks.visible(drawn.anchors_BA, 192, 6, causal, window))
+    # A tile without an open pair is skipped, any other is not.
+    size = mask.BLOCK_SIZE[0]
+    padded = torch.nn.functional.pad(got, (0, -got.shape[2] % size, 0, -got.shape[1] % size))
+    tiles = padded.unflatten(1, (-1, size)).unflatten(3, (-1, size)).any(4).any(2)
+    num_tiles = mask.kv_num_blocks + (0 if mask.full_kv_num_blocks is None else mask.full_kv_num_blocks)
+    assert torch.equal(num_tiles[:, 0], tiles.sum(-1).to(num_tiles.dtype))
 
 
 def test_compiled_layers_compute_what_the_others_do(target: Path) -> None:

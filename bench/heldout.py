@@ -8,7 +8,6 @@ in its radix cache: what is timed is decoding, with a prefill of one token a req
 from __future__ import annotations
 
 import dataclasses
-import random
 import statistics
 import sys
 from pathlib import Path
@@ -19,33 +18,25 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_dflash.offline import Answer, EngineProcess
-from sglang_dflash.train import dataset, evaluate
-
-SPARE_TOKENS = 64  # of a request's KV slots, over its prompt and answer: a verified block may pass its end
+from sglang_dflash.train import dataset, engine_evaluation, evaluate
 
 
-def choose(file: Path, num_prompts: int, seed: int) -> list[dataset.Example]:
+def choose(file: Path, num_prompts: int) -> list[dataset.Example]:
     """`num_prompts` held-out examples, spread as evenly over the families as their sizes allow; families take turns.
 
     Raises ValueError where the file is broken or holds too few.
     """
-    families: dict[str, list[dataset.Example]] = {}
-    for example in dataset.read(file):
-        if example.split == "heldout":
-            families.setdefault(example.family, []).append(example)
-    num_heldout = sum(map(len, families.values()))
+    queues = list(engine_evaluation.heldout_by_family(file).values())
+    num_heldout = sum(map(len, queues))
     if num_heldout < num_prompts:
         raise ValueError(f"{file}: expected {num_prompts} held-out prompts, got {num_heldout}; lower --num-prompts")
-    queues = [families[name] for name in sorted(families)]
-    for queue in queues:
-        random.Random(seed).shuffle(queue)
     turns = [queue[turn] for turn in range(max(map(len, queues))) for queue in queues if turn < len(queue)]
     return turns[:num_prompts]
 
 
 def engine_settings(examples: list[dataset.Example], batches: list[int], new_tokens: int) -> dict[str, Any]:
     """A KV pool that keeps every prompt cached, and decode graphs for a batch whose requests end one by one."""
-    longest = max(len(example.prompt_ids) for example in examples) + new_tokens + SPARE_TOKENS
+    longest = max(len(example.prompt_ids) for example in examples) + new_tokens + engine_evaluation.SPARE_TOKENS
     powers = {2**i for i in range(max(batches).bit_length())}
     return {
         "max_total_tokens": (len(examples) + max(batches)) * longest,

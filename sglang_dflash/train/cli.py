@@ -1,4 +1,4 @@
-"""`sglang-dflash train`: data, run, export, pack, unpack, plot, card."""
+"""`sglang-dflash train`: data, run, evaluate, export, pack, unpack, plot, card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sglang_dflash.train import card
+from sglang_dflash.train import card, engine_evaluation
 from sglang_dflash.train import settings as training_settings
 
 # Families of `train data`, with the flag that asks for each.
@@ -32,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_data(commands.add_parser("data", help="let the target answer prompts", allow_abbrev=False))
     _add_run(commands.add_parser("run", help="train a drafter on such data", allow_abbrev=False))
+    evaluation = commands.add_parser("evaluate", help="serve a drafter on held-out prompts", allow_abbrev=False)
+    engine_evaluation.add_arguments(evaluation)
     export = commands.add_parser("export", help="write a drafter in the speculators form")
     export.add_argument("drafter", type=Path)
     export.add_argument("output", type=Path)
@@ -48,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     handlers: dict[str, Callable[[argparse.Namespace], int]] = {
         "data": _data,
         "run": _run,
+        "evaluate": engine_evaluation.main,
         "export": _export,
         "pack": _pack,
         "unpack": _unpack,

@@ -118,9 +118,10 @@ def _serve(connection: Connection, log: str, env: dict[str, str], server_args: d
         while (request := connection.recv()) is not None:
             connection.send(("ok", _answer(engine, *request)))
         engine.shutdown()
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-        connection.send(("error", traceback.format_exc(limit=1).strip().splitlines()[-1]))
+        # Whole: a misfit names every problem on a line of its own.
+        connection.send(("error", "".join(traceback.format_exception_only(error)).strip()))
         # SGLang would wait for its other processes, which wait for requests.
         for child in multiprocessing.active_children():
             child.kill()

@@ -121,7 +121,8 @@ def _server_args(examples: Sequence[dataset.Example], args: argparse.Namespace) 
 
 def _raise_if_mistake(error: RuntimeError) -> None:
     """Raise ValueError with what the engine said, where it refused its arguments; its log's end is left out."""
-    _, found, refusal = str(error).partition("\n")[0].partition(" engine: ValueError: ")
+    said, _, _ = str(error).partition("\n--- end of ")
+    _, found, refusal = said.partition(" engine: ValueError: ")
     if found:
         raise ValueError(refusal) from error
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sglang_dflash import offline
 from sglang_dflash.offline import EngineProcess
 
 
@@ -17,3 +20,15 @@ def test_a_failed_engine_is_told_with_its_log_and_leaves_no_process(tmp_path: Pa
     assert multiprocessing.active_children() == []
     assert str(log) in str(error.value)
     assert str(model) in str(error.value)
+
+
+def test_a_failure_of_several_lines_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(server_args: dict[str, Any]) -> None:
+        raise ValueError("misfit:\n  - one\n  - two")
+
+    sent: list[Any] = []
+    monkeypatch.setattr(offline, "_start", fail)
+    monkeypatch.setattr(offline.os, "dup2", lambda source, target: None)
+    with pytest.raises(ValueError, match="misfit"):
+        offline._serve(types.SimpleNamespace(send=sent.append), str(tmp_path / "log"), {}, {})
+    assert sent == [("error", "ValueError: misfit:\n  - one\n  - two")]

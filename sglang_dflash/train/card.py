@@ -301,7 +301,7 @@ def _training(run: RunRecord) -> str:
         ("learning rate", f"{run.settings.learning_rate:g} at its peak, {run.schedule}"),
         ("seeds", ", ".join(f"{name} {seed}" for name, seed in run.seeds.items())),
         ("hardware", run.hardware),
-        ("duration", f"{run.minutes:.1f} minutes"),
+        ("duration", f"{run.minutes:.3g} minutes"),
         ("versions", ", ".join(f"{name} {version}" for name, version in run.versions.items())),
     ]
     settings = run.settings.model_dump(mode="json", exclude=_LOCAL)

@@ -162,7 +162,7 @@ def _demo_models(chosen: recipe.Recipe, make: bool) -> list[str]:
     from sglang_dflash import demo as demo_module
 
     models = demo_module.prepare() if make else demo_module.locate()
-    names = (models.target.name, models.drafter.name)
+    names = (demo_module.TARGET_NAME, demo_module.DRAFTER_NAME)
     if (chosen.model_path, chosen.speculative_draft_model_path) != names:
         raise ValueError(
             f"config.models: demo: expected the models {' and '.join(names)}; write models: hub for others"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,17 @@ if bootstrap.wanted():
 if not HAS_CUDA:
     # Triton decides when it decorates a function, its own at its import, whether a CPU interprets it.
     os.environ[INTERPRET] = "1"
+
+
+@pytest.fixture(scope="session")
+def random_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The demo's target with a drafter of random weights, whose drafts are almost always rejected: a `demo.Models`."""
+    from sglang_dflash import checkpoint, demo
+
+    target = demo.prepare_target()
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    folder = tmp_path_factory.mktemp("models") / "random-drafter"
+    return demo.Models(target, checkpoint.random_drafter(folder, config, seed=0, mask_token_id=16))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,7 +29,7 @@ Resolve = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def target() -> Path:
-    return demo.prepare().target
+    return demo.prepare_target()
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def drafter(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_drafter(path: Path, target: Path, **overrides: Any) -> Path:
     """A random drafter for the target, or for one whose config differs as given."""
-    options = {"num_layers": LAYERS, "block_size": TRAINED_BLOCK, "mask_token_id": demo.MASK_TOKEN_ID, "seed": 0}
+    options = {"num_layers": LAYERS, "block_size": TRAINED_BLOCK, "mask_token_id": 16, "seed": 0}
     options |= {name: overrides.pop(name) for name in ("mask_token_id", "target_layer_ids") if name in overrides}
     return checkpoint.random_drafter(path, json.loads((target / "config.json").read_text()) | overrides, **options)
 

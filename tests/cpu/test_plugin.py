@@ -231,11 +231,8 @@ def create_for(target: str, drafter: str, options: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def models() -> tuple[str, str]:
-    from sglang_dflash import demo
-
-    made = demo.prepare()
-    return str(made.target), str(made.drafter)
+def models(random_models: Any) -> tuple[str, str]:
+    return str(random_models.target), str(random_models.drafter)
 
 
 def test_a_served_configuration_gets_our_worker(run: Run, models: tuple[str, str]) -> None:

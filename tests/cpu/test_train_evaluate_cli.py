@@ -109,6 +109,8 @@ def test_prompts_of_a_family_can_be_fewer_and_too_many_are_told(
     err = capsys.readouterr().err
     assert "code: expected 2 held-out prompts, got 1; using these" in err
     assert "chat: expected" not in err
+    assert cli.main([*command, "--per-family", "1"]) == 0
+    assert "code: expected" not in capsys.readouterr().err, "there is one"
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_an_unknown_mode_of_forced_acceptance_is_refused(monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target_config = json.loads((demo.prepare().target / "config.json").read_text())
+    target_config = json.loads((demo.prepare_target() / "config.json").read_text())
     path = tmp_path_factory.mktemp("models") / "drafter"
     return checkpoint.random_drafter(path, target_config, num_layers=1, block_size=4, mask_token_id=16, seed=0)
 
@@ -99,7 +99,7 @@ def server_args(drafter: Path, **options: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     base = {
-        "model_path": str(demo.prepare().target),
+        "model_path": str(demo.prepare_target()),
         "speculative_algorithm": "DFLASH",
         "speculative_draft_model_path": str(drafter),
         **cpu.engine_arguments(),

@@ -10,8 +10,8 @@ from tests.engine.setup import NUM_NEW_TOKENS, NUM_PROMPTS, engine
 
 
 @pytest.fixture(scope="session")
-def models() -> demo.Models:
-    return demo.prepare()
+def models(random_models: demo.Models) -> demo.Models:
+    return random_models
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A server of the demo's models as a user starts it, and a client of its native endpoint."""
+"""A server of the tests' models as a user starts it, and a client of its native endpoint."""
 
 from __future__ import annotations
 

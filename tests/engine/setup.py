@@ -41,5 +41,5 @@ def engine_args(models: demo.Models) -> dict[str, Any]:
 
 
 def engine(kind: Any, models: demo.Models, log: Path, env: dict[str, str] | None = None, **args: Any) -> EngineProcess:
-    """An engine of the demo's models."""
+    """An engine of the models."""
     return EngineProcess(kind, log, {"PYTHONPATH": PYTHONPATH, **(env or {})}, **{**engine_args(models), **args})

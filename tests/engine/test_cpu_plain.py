@@ -49,7 +49,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def model() -> str:
-    return str(demo.prepare().target)
+    return str(demo.prepare_target())
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,17 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return demo.Models(target, checkpoint.random_drafter(folder, config, seed=0, mask_token_id=16))
 
 
+@pytest.fixture
+def packaged(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file in the place of the demo's packaged drafter. The SHA-256 of its content, `abc`, starts with ba7816bf."""
+    from sglang_dflash import demo
+
+    path = tmp_path_factory.mktemp("packaged") / "drafter.safetensors"
+    path.write_bytes(b"abc")
+    monkeypatch.setattr(demo, "PACKAGED_DRAFTER", path)
+    return path
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Kernel tests alone run in Triton's interpreter: an engine that a test starts must not inherit the variable."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sglang_dflash import cli, cpu, demo, recipe
+from sglang_dflash import cli, cpu, recipe
 from sglang_dflash.cpu import bootstrap
 
 MEASURED = {
@@ -70,12 +70,10 @@ def test_sglang_reads_each_recipe_as_a_config_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recipe.names())
-@pytest.mark.usefixtures("_sglang_knows_our_backend")
-def test_serve_and_config_file_give_sglang_the_same_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_sglang_knows_our_backend", "packaged")
+def test_serve_and_config_file_give_sglang_the_same_arguments(name: str) -> None:
     from sglang.srt.server_args import prepare_server_args
 
-    # Any file will do: it gives its folder a name, and nothing is made.
-    monkeypatch.setattr(demo, "PACKAGED_DRAFTER", Path(__file__))
     path = recipe.find(name)
     command = cli.plan(name, ["--max-running-requests", "3"], start=False).command
     ours = prepare_server_args(list(command[command.index("sglang.launch_server") + 1 :]))

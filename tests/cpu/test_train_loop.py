@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang_dflash import checkpoint, drafter_config
 from sglang_dflash.reference import drafter as reference
-from sglang_dflash.train import blocks, dataset, estimate, evaluate, loop, model, run_record, state
+from sglang_dflash.train import blocks, dataset, estimate, evaluate, loop, model, optimizer, run_record, state
 from sglang_dflash.train.model import BlockDrafter
 from sglang_dflash.train.settings import Settings, load
 from sglang_dflash.train.target import FrozenTarget
@@ -194,6 +194,27 @@ def test_errors_say_what_to_change(target: Path, data: Path, tmp_path: Path) -> 
     assert "steps" in str(error.value)
     flags = {"target": "a", "data": "b", "output": "c", "mask_token_id": 1}
     assert load(None, flags).steps == Settings(**flags).steps
+
+
+def test_batched_muon_takes_the_steps_of_muon() -> None:
+    torch.manual_seed(0)
+    shapes = [(8, 24), (24, 8), (8, 24), (16, 16), (24, 8), (5, 40)]
+    start = [torch.randn(shape) for shape in shapes]
+    weights = []
+    for kind in (torch.optim.Muon, optimizer.BatchedMuon):
+        matrices = [torch.nn.Parameter(matrix.clone()) for matrix in start]
+        chosen = kind(matrices, 0.05, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for matrix in matrices:
+                matrix.grad = torch.randn(matrix.shape, generator=generator)
+            chosen.step()
+        weights.append(matrices)
+    for expected, got, first in zip(*weights, start):
+        moved = (expected - first).abs().max()
+        assert moved > 0.01
+        # Both iterate in bfloat16, in different order.
+        torch.testing.assert_close(got, expected, atol=0.02 * float(moved), rtol=0)
 
 
 def test_cached_features_train_the_same(target: Path, data: Path, tmp_path: Path) -> None:

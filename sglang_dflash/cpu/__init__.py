@@ -2,6 +2,7 @@
 
     bootstrap   lets sgl_kernel be imported without a CUDA driver; called first in every process
     ops         the sgl_kernel ops of our path
+    products    matrix products by oneDNN
     attention   an attention backend with TARGET_VERIFY
     hooks       the SGLang functions that take a CPU for something else
 
@@ -40,9 +41,10 @@ def register() -> None:
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
-    from sglang_dflash.cpu import hooks, ops
+    from sglang_dflash.cpu import hooks, ops, products
 
     ops.register_missing()
+    products.register()
     if ATTENTION_BACKEND in ATTENTION_BACKENDS:
         return
     choices.add_attention_backend_choices([ATTENTION_BACKEND])

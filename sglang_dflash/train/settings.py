@@ -35,9 +35,9 @@ class Settings(pydantic.BaseModel):
     # takes 2 bytes a feature, taps times hidden size of them.
     cache_features: bool = False
     # The optimiser.
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices, AdamW for the norms
+    optimizer: Literal["adamw", "muon"] = "muon"  # muon: for the matrices, AdamW for the norms
     steps: int = pydantic.Field(4500, ge=1)
-    learning_rate: float = pydantic.Field(1.5e-3, gt=0)
+    learning_rate: float = pydantic.Field(3e-3, gt=0)
     warmup: float = pydantic.Field(0.04, ge=0, lt=1)  # fraction of the steps
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = pydantic.Field(1.0, gt=0)

@@ -80,10 +80,19 @@ class EngineProcess:
                 self._process.kill()
 
     def generate(
-        self, input_ids: list[list[int]], *, rids: list[str] | None = None, **sampling: Any
+        self,
+        input_ids: list[list[int]],
+        *,
+        rids: list[str] | None = None,
+        each: list[dict[str, Any]] | None = None,
+        **sampling: Any,
     ) -> tuple[list[Answer], float]:
-        """Answers to a batch of prompts, greedy unless `sampling` says otherwise, and the call's wall seconds."""
-        self._connection.send(("generate", (input_ids, rids, {"temperature": 0, **sampling})))
+        """Answers to a batch of prompts and the call's wall seconds.
+
+        Sampling parameters are `sampling` and, for every prompt, its entry of `each`; greedy where neither says more.
+        """
+        params = [{"temperature": 0, **sampling, **own} for own in each or [{}] * len(input_ids)]
+        self._connection.send(("generate", (input_ids, rids, params)))
         answers, wall_s = self._receive()
         return [Answer(*answer) for answer in answers], wall_s
 

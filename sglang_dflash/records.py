@@ -60,7 +60,8 @@ class Draft:
 class Verified:
     """What the target says of the block. Filled by `host.target_model.TargetModel.verify`."""
 
-    logits_NV: torch.Tensor  # row i*W + j: the target's logits after token j of request i's block
+    # int64: the target's own token after token j of request i's block, as plain decoding would choose it there.
+    choices_BW: torch.Tensor
     features_ND: torch.Tensor  # tapped hidden states of the same tokens
     width: int  # W
     host_result: Any  # SGLang's own result of the forward, read by `host` alone

@@ -36,7 +36,7 @@ from sglang.srt.speculative.spec_utils import (
 import sglang_dflash_kernels as kernels
 from sglang_dflash import __version__, config
 from sglang_dflash.accept.forced import ForcedAcceptor
-from sglang_dflash.accept.greedy import GreedyAcceptor
+from sglang_dflash.accept.match import MatchAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import proposer
 from sglang_dflash.draft.block import BlockLayout
@@ -174,7 +174,7 @@ class DFlashWorker(BaseSpecWorker):
 
 
 def _make_acceptor(ops: Any, buffers: Buffers) -> Any:
-    acceptor = GreedyAcceptor(ops, buffers)
+    acceptor = MatchAcceptor(ops, buffers)
     if SIMULATE_ACC_LEN <= 0:
         return acceptor
     if SIMULATE_ACC_TOKEN_MODE not in ("fixed", "real-draft-token"):

@@ -29,8 +29,7 @@ class ForcedAcceptor:
             accepted.bonus_B.fill_(FIXED_TOKEN_ID)
             accepted.tokens_BW.fill_(FIXED_TOKEN_ID)
             return accepted
-        target_BW = torch.argmax(verified.logits_NV, dim=-1).view(accepted.tokens_BW.shape)
-        accepted.bonus_B.copy_(target_BW[:, length - 1])
+        accepted.bonus_B.copy_(verified.choices_BW[:, length - 1])
         accepted.tokens_BW.zero_()
         accepted.tokens_BW[:, : length - 1].copy_(draft.tokens_BK[:, 1:length])
         accepted.tokens_BW[:, length - 1].copy_(accepted.bonus_B)

@@ -49,6 +49,10 @@ def register() -> None:
         return
     choices.add_attention_backend_choices([ATTENTION_BACKEND])
     choices.add_draft_attention_backend_choices([ATTENTION_BACKEND])
+    # Seeded draws, which SGLang ties to deterministic inference. Attention is computed request by request; the products
+    # around it round differently for other numbers of rows, by float32's last bits.
+    choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    choices.add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     register_attention_backend(ATTENTION_BACKEND)(_create_backend)
     hooks.register()
 

@@ -10,6 +10,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", get_last_loc, HookType.REPLACE)
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    HookRegistry.register(f"{runner}.maybe_enable_batch_invariant_mode", no_batch_invariant_kernels, HookType.REPLACE)
 
 
 def get_last_loc(req_to_token: Any, req_pool_indices_tensor: Any, prefix_lens_tensor: Any) -> Any:
@@ -21,3 +23,11 @@ def get_last_loc(req_to_token: Any, req_pool_indices_tensor: Any, prefix_lens_te
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
+
+
+def no_batch_invariant_kernels(self: Any) -> None:
+    """SGLang's kernels for --enable-deterministic-inference are Triton's, and it fails where there is no GPU.
+
+    Without them a product rounds differently for another number of rows, as it does in the CPU engine anyway; seeded
+    draws do not need them.
+    """

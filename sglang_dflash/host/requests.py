@@ -15,8 +15,8 @@ def refusal(req: Any) -> str | None:
     if not options:
         return None
     return (
-        f"sglang-dflash {_version()} serves greedy decoding only and cannot serve {', '.join(options)}. Send "
-        "temperature=0 and leave the option out, or start the server without the plugin (SGLANG_PLUGINS=none)."
+        f"sglang-dflash {_version()} cannot serve {', '.join(options)}. Leave it out, or start the server without the "
+        "plugin (SGLANG_PLUGINS=none)."
     )
 
 
@@ -28,22 +28,18 @@ def _version() -> str:
 
 def _unserved(req: Any) -> list[str]:
     params = req.sampling_params
-    options = []
-    # SGLang writes greedy decoding as top_k == 1 (temperature 0 is turned into it).
-    if params.top_k != 1:
-        options.append(f"temperature={params.temperature:g} (sampling)")
     neutral = {
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
     }
-    options += [
+    options = [
         f"{name}={getattr(params, name):g}" for name, value in neutral.items() if getattr(params, name) != value
     ]
     options += [
         name
-        for name in ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
+        for name in ("json_schema", "regex", "ebnf", "structural_tag", "watermark")
         if getattr(params, name)
     ]
     options += [

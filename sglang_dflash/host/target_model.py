@@ -8,6 +8,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
+from sglang_dflash.host import sampling
 from sglang_dflash.records import Block, Draft, Round, Verified
 
 
@@ -70,7 +71,10 @@ class TargetModel:
         forward_batch, _ = verify_input.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
         result = self.worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
         features_ND = _take_features(result.logits_output)
-        return Verified(result.logits_output.next_token_logits, features_ND, width, result)
+        choices_BW = sampling.choose(
+            self.runner, batch.sampling_info, result.logits_output.next_token_logits, block.positions_BK[:, :width]
+        )
+        return Verified(choices_BW, features_ND, width, result)
 
 
 def _take_features(logits_output: Any) -> torch.Tensor:

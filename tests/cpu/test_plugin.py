@@ -319,7 +319,7 @@ def scheduler_side(target: str, drafter: str) -> None:
         created(server_args=args)
     options = ("return_logprob", "return_hidden_states", "return_sampling_mask", "custom_logit_processor")
     plain = dict.fromkeys((*options, "lora_id", "positional_embed_overrides"))
-    greedy, sampled = SamplingParams(temperature=0), SamplingParams(temperature=0.5)
+    greedy, sampled = SamplingParams(temperature=0), SamplingParams(temperature=0, presence_penalty=0.5)
     assert scheduler.validate_dflash_request(SimpleNamespace(**plain, sampling_params=greedy), True) is None
     print("refused", scheduler.validate_dflash_request(SimpleNamespace(**plain, sampling_params=sampled), True))
     controller = SimpleNamespace(
@@ -339,7 +339,7 @@ def test_requests_are_checked_and_the_server_tells_its_worker(run: Run, models: 
     outcome = run(scheduler_side, *models, strict=True)
     assert outcome.code == 0, outcome.log
     [refused] = outcome.lines("refused")
-    assert "cannot serve temperature=0.5 (sampling)" in refused
+    assert "cannot serve presence_penalty=0.5" in refused
     [state] = outcome.lines("state {")
     assert "'avg_spec_accept_length': 2.5, 'speculative_worker': 'sglang_dflash.worker.DFlashWorker " in state
 

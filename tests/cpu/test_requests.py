@@ -23,7 +23,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 # Sampling parameter, values that are refused, and what the refusal calls it.
 REFUSED_SAMPLING: dict[str, list[tuple[Any, str]]] = {
-    "temperature": [(1.0, "temperature=1 (sampling)"), (0.3, "temperature=0.3 (sampling)")],
     "frequency_penalty": [(0.5, "frequency_penalty=0.5"), (-2.0, "frequency_penalty=-2")],
     "presence_penalty": [(0.1, "presence_penalty=0.1"), (-1, "presence_penalty=-1")],
     "repetition_penalty": [(1.2, "repetition_penalty=1.2"), (0.5, "repetition_penalty=0.5")],
@@ -32,19 +31,18 @@ REFUSED_SAMPLING: dict[str, list[tuple[Any, str]]] = {
     "regex": [("[0-9]+", "regex")],
     "ebnf": [('root ::= "a"', "ebnf")],
     "structural_tag": [("{}", "structural_tag")],
-    "logit_bias": [({"5": 1.0}, "logit_bias"), ({"5": 0.0}, "logit_bias")],
     "watermark": [({"enabled": True}, "watermark")],
 }
 
-# Sampling parameters that change nothing in greedy decoding, or that SGLang does outside the worker.
-HARMLESS_SAMPLING = {
+# Sampling parameters that the worker serves, or that SGLang does outside the worker.
+SERVED_SAMPLING = {
+    # How the target's token is chosen after each token of a block: `host.sampling`.
+    "temperature", "top_k", "top_p", "min_p", "sampling_seed", "logit_bias",
     # Ends and cuts: SGLang reads the committed tokens one by one.
     "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim",
     # Text and stream.
     "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
-    # The most probable token passes every filter and needs no random number.
-    "top_k", "top_p", "min_p", "sampling_seed",
-    # n greedy answers are n requests. SGLang itself refuses a beam wider than 1 with speculative decoding.
+    # n answers are n requests. SGLang itself refuses a beam wider than 1 with speculative decoding.
     "n", "beam_width",
     # Read by custom logit processors and by reasoning grammars, which are refused.
     "custom_params",
@@ -104,8 +102,8 @@ def fields(kind: type) -> set[str]:
 
 
 def test_every_sampling_parameter_is_known() -> None:
-    assert fields(SamplingParams) == REFUSED_SAMPLING.keys() | HARMLESS_SAMPLING
-    assert not REFUSED_SAMPLING.keys() & HARMLESS_SAMPLING
+    assert fields(SamplingParams) == REFUSED_SAMPLING.keys() | SERVED_SAMPLING
+    assert not REFUSED_SAMPLING.keys() & SERVED_SAMPLING
 
 
 def test_every_field_of_a_request_is_known() -> None:
@@ -117,8 +115,6 @@ def test_every_field_of_a_request_is_known() -> None:
 def test_a_plain_greedy_request_passes() -> None:
     assert requests.refusal(request({})) is None
     assert requests.refusal(request({"temperature": 1e-7})) is None
-    # Greedy in SGLang, whatever the temperature.
-    assert requests.refusal(request({"temperature": 2.0, "top_k": 1})) is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +125,9 @@ def test_a_plain_greedy_request_passes() -> None:
         {"stop": ["\n", "END"], "no_stop_trim": True},
         {"stop_regex": "[.!]", "stop_token_ids": [3]},
         {"skip_special_tokens": False, "spaces_between_special_tokens": False, "stream_interval": 8},
-        {"top_p": 0.9, "min_p": 0.1, "sampling_seed": 7},
+        {"temperature": 1.0},
+        {"temperature": 0.3, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "sampling_seed": 7},
+        {"temperature": 2.0, "logit_bias": {"5": 1.0}},
         {"n": 4},
         {"custom_params": {"name": "value"}},
         # Given, but meaning nothing.
@@ -137,7 +135,7 @@ def test_a_plain_greedy_request_passes() -> None:
         {"json_schema": "", "regex": None, "logit_bias": {}, "watermark": None},
     ],
 )
-def test_harmless_sampling_parameters_pass(sampling: dict[str, Any]) -> None:
+def test_served_sampling_parameters_pass(sampling: dict[str, Any]) -> None:
     assert requests.refusal(request(sampling)) is None
 
 
@@ -157,8 +155,8 @@ def named(refusal: str | None) -> str:
     """The options that a refusal names, out of its sentence."""
     assert refusal is not None
     match = re.fullmatch(
-        rf"sglang-dflash {re.escape(__version__)} serves greedy decoding only and cannot serve (.+)\. Send "
-        r"temperature=0 and leave the option out, or start the server without the plugin \(SGLANG_PLUGINS=none\)\.",
+        rf"sglang-dflash {re.escape(__version__)} cannot serve (.+)\. Leave it out, or start the server without the "
+        r"plugin \(SGLANG_PLUGINS=none\)\.",
         refusal,
     )
     assert match is not None, refusal
@@ -179,15 +177,7 @@ def test_each_refused_field_is_named(name: str, value: Any) -> None:
     assert named(requests.refusal(request({}, **{name: value}))) == name
 
 
-@pytest.mark.parametrize(
-    "sampling", [{"top_k": 2}, {"top_k": -1, "temperature": 0.5}, {"top_p": 0.01, "temperature": 1}]
-)
-def test_filters_do_not_make_sampling_greedy(sampling: dict[str, Any]) -> None:
-    refusal = named(requests.refusal(request({"temperature": 1.0} | sampling)))
-    assert refusal == f"temperature={sampling.get('temperature', 1):g} (sampling)"
-
-
 def test_all_refused_options_are_named_at_once() -> None:
-    sampling = {"temperature": 0.5, "frequency_penalty": 1.0, "regex": "a"}
+    sampling = {"temperature": 0.5, "frequency_penalty": 1.0, "regex": "a"}  # sampling is served
     refusal = named(requests.refusal(request(sampling, return_logprob=True, lora_id="a")))
-    assert refusal == "temperature=0.5 (sampling), frequency_penalty=1, regex, return_logprob, lora_id"
+    assert refusal == "frequency_penalty=1, regex, return_logprob, lora_id"

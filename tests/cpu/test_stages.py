@@ -11,7 +11,7 @@ import torch
 
 import sglang_dflash_kernels as kernels
 from sglang_dflash.accept.forced import FIXED_TOKEN_ID, ForcedAcceptor
-from sglang_dflash.accept.greedy import GreedyAcceptor
+from sglang_dflash.accept.match import MatchAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import proposer
 from sglang_dflash.draft.block import BlockLayout
@@ -170,20 +170,11 @@ def test_the_fixed_policy_verifies_its_width_at_every_batch_size() -> None:
 # -- accept -----------------------------------------------------------------------------------------------------------
 
 
-def logits_of(target_BW: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Float32 (B * W, V) whose argmax is the target's token, the first of several equal maxima."""
-    logits_NV = torch.rand(target_BW.numel(), vocab)
-    rows = torch.arange(target_BW.numel())
-    logits_NV[rows, target_BW.flatten()] = 2.0
-    logits_NV[rows, torch.maximum(target_BW.flatten(), torch.tensor(vocab - 1))] = 2.0
-    return logits_NV
+def verified(target_BW: torch.Tensor) -> Verified:
+    return Verified(target_BW, torch.empty(0), target_BW.shape[1], None)
 
 
-def verified(target_BW: torch.Tensor, vocab: int = 3) -> Verified:
-    return Verified(logits_of(target_BW, vocab), torch.empty(0), target_BW.shape[1], None)
-
-
-def greedy_one_by_one(draft: list[int], target: list[int]) -> list[int]:
+def one_by_one(draft: list[int], target: list[int]) -> list[int]:
     """The tokens that plain decoding would commit: after each right draft one more, and the target's at the end."""
     committed = [target[0]]
     for j in range(1, len(target)):
@@ -195,9 +186,9 @@ def greedy_one_by_one(draft: list[int], target: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("width", [1, 2, K])
 @pytest.mark.parametrize("size", [1, 3, MAX_REQUESTS])
-def test_greedy_acceptance_commits_what_plain_decoding_would(buffers: Buffers, size: int, width: int) -> None:
+def test_acceptance_commits_what_plain_decoding_would(buffers: Buffers, size: int, width: int) -> None:
     generator = torch.Generator().manual_seed(10 * size + width)
-    acceptor = GreedyAcceptor(OPS, buffers)
+    acceptor = MatchAcceptor(OPS, buffers)
     lengths = set()
     for _ in range(30):
         # Two tokens: half of the drafts are right, so every length occurs.
@@ -207,7 +198,7 @@ def test_greedy_acceptance_commits_what_plain_decoding_would(buffers: Buffers, s
         accepted = acceptor.accept(round_, Draft(draft_BK), verified(target_BW))
         assert accepted.tokens_BW.shape == (size, width)
         for i in range(size):
-            expected = greedy_one_by_one(draft_BK[i].tolist(), target_BW[i].tolist())
+            expected = one_by_one(draft_BK[i].tolist(), target_BW[i].tolist())
             lengths.add(len(expected))
             assert int(accepted.commit_B[i]) == len(expected)
             assert accepted.tokens_BW[i].tolist() == expected + [0] * (width - len(expected))
@@ -217,7 +208,7 @@ def test_greedy_acceptance_commits_what_plain_decoding_would(buffers: Buffers, s
 
 
 def test_a_rounds_tokens_stay_while_the_next_round_runs(buffers: Buffers) -> None:
-    acceptor = GreedyAcceptor(OPS, buffers)
+    acceptor = MatchAcceptor(OPS, buffers)
     ones, twos = torch.ones(2, K, dtype=torch.int64), torch.full((2, K), 2)
     first = acceptor.accept(a_round([1, 2]), Draft(ones), verified(ones))
     second = acceptor.accept(a_round([7, 8]), Draft(twos), verified(twos))
@@ -238,13 +229,13 @@ def test_forced_lengths(buffers: Buffers, length: int, keep_drafts: bool, drafts
         widths.append(of)
         return length
 
-    acceptor = ForcedAcceptor(GreedyAcceptor(OPS, buffers), next_length, keep_drafts=keep_drafts)
+    acceptor = ForcedAcceptor(MatchAcceptor(OPS, buffers), next_length, keep_drafts=keep_drafts)
     draft_BK = torch.arange(size * K).view(size, K) + 100
     target_BW = torch.arange(size * width).view(size, width)
     # Without force, four tokens would be committed or one.
     if drafts_are_right:
         draft_BK[:, 1:width] = target_BW[:, : width - 1]
-    accepted = acceptor.accept(a_round([5, 0, 9]), Draft(draft_BK), verified(target_BW, vocab=size * width))
+    accepted = acceptor.accept(a_round([5, 0, 9]), Draft(draft_BK), verified(target_BW))
     assert widths == [width]
     assert accepted.commit_B.tolist() == [length] * size
     assert accepted.new_lens_B.tolist() == [5 + length, length, 9 + length]

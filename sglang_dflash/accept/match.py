@@ -1,17 +1,19 @@
-"""Greedy acceptance: the longest run of drafts equal to the target's own choices, then the target's next token."""
+"""Acceptance by match: the longest run of drafts equal to the target's own choices, then the target's next choice.
+
+Exact for greedy and for sampled decoding: every committed token is the target's choice after tokens that are all
+committed themselves. A draft only decides how many choices one pass of the target is good for.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.records import Accepted, Draft, Round, Verified
 
 
-class GreedyAcceptor:
-    """Commits exactly the tokens that plain greedy decoding would have chosen one by one."""
+class MatchAcceptor:
+    """Commits exactly the tokens that plain decoding would have chosen one by one."""
 
     def __init__(self, ops: Any, buffers: Buffers) -> None:
         self._accept_greedy = ops.accept_greedy
@@ -19,8 +21,6 @@ class GreedyAcceptor:
 
     def accept(self, round_: Round, draft: Draft, verified: Verified) -> Accepted:
         num_requests, width = round_.num_requests, verified.width
-        # The same argmax over the same float32 logits as SGLang's sampler: ties fall on the same token.
-        target_BW = torch.argmax(verified.logits_NV, dim=-1).view(num_requests, width)
         buffers = self._buffers.next_accepted()
         accepted = Accepted(
             commit_B=buffers.commit_B[:num_requests],
@@ -30,7 +30,7 @@ class GreedyAcceptor:
         )
         self._accept_greedy(
             draft.tokens_BK,
-            target_BW,
+            verified.choices_BW,
             round_.seq_lens_B,
             None,
             commit_B=accepted.commit_B,

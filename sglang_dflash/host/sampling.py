@@ -1,0 +1,48 @@
+"""The target's own token after every token of a verified block, chosen as plain decoding chooses it.
+
+A block's rows are the target's logits after the anchor and after each draft. SGLang's sampler takes one row a request;
+here each request's parameters stand for all of its rows. Where a request is greedy the token is the argmax; where it
+samples it is a draw from the distribution of plain decoding (temperature, top-k, top-p, min-p, bias), and where SGLang
+seeds its draws (--enable-deterministic-inference) the very same draw: that noise depends on seed and position alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+# Fields of SGLang's SamplingBatchInfo with an entry a request that the sampler reads.
+_PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+
+
+def choose(runner: Any, info: Any, logits_NV: torch.Tensor, positions_BW: torch.Tensor) -> torch.Tensor:
+    """The chosen tokens, int64 (B, W).
+
+    Args:
+        runner: SGLang's model runner of the target, whose sampler it is.
+        info: SGLang's SamplingBatchInfo of the B requests.
+        logits_NV: float32, row i * W + j after token j of request i's block; overwritten.
+        positions_BW: int64, of the block's tokens.
+    """
+    num_requests, width = positions_BW.shape
+    if info.logit_bias is not None:
+        logits_NV.view(num_requests, width, -1).add_(info.logit_bias[:, None])
+    if info.is_all_greedy:
+        # The same argmax over the same float32 logits as SGLang's sampler: ties fall on the same token.
+        return torch.argmax(logits_NV, dim=-1).view(num_requests, width)
+    output = LogitsProcessorOutput(next_token_logits=logits_NV)
+    tokens_N = runner.sampler(output, for_rows(info, width), False, [], [], positions_BW.reshape(-1))
+    return tokens_N.long().view(num_requests, width)
+
+
+def for_rows(info: Any, width: int) -> Any:
+    """`info` with every request's parameters repeated for the `width` rows of its block."""
+    repeated = {name: getattr(info, name) for name in _PER_REQUEST}
+    repeated = {
+        name: value if value is None else value.repeat_interleave(width, dim=0) for name, value in repeated.items()
+    }
+    # `choose` added the bias; the rest is state of requests whose options `requests.refusal` refuses.
+    return dataclasses.replace(info, **repeated, logit_bias=None, penalizer_orchestrator=None)

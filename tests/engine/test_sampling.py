@@ -1,0 +1,109 @@
+"""Sampled answers are plain decoding's own, draw by draw.
+
+With --enable-deterministic-inference SGLang's draws depend on a request's seed and on the position alone, so plain
+decoding and DFlash owe the same tokens, whatever a round accepts and whoever shares the batch. Drafts are scripted: every
+accepted length occurs, and what was drafted wrong must not show.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash import demo
+from sglang_dflash.offline import EngineProcess
+from tests.engine import scripted
+from tests.engine.setup import HAS_CUDA, engine
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(HAS_CUDA, reason="a close draw falls the other way in bfloat16"),
+]
+
+NUM_TOKENS = 24
+# One entry a request: all of them run in one batch. SGLang has no min_p with seeds (its sampler asserts so).
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 1.0, "sampling_seed": 1},
+    {"temperature": 1.0, "sampling_seed": 2},
+    {"temperature": 0.3, "sampling_seed": 3},
+    {"temperature": 0},
+    {"temperature": 1.5, "top_k": 5, "sampling_seed": 4},
+    {"temperature": 1.0, "top_p": 0.8, "sampling_seed": 5},
+    {"temperature": 1.2, "sampling_seed": 6},
+    {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "sampling_seed": 7},
+    {"temperature": 0, "logit_bias": {"198": 4.0}},
+    {"temperature": 0.8, "logit_bias": {"28": -100.0, "30": 3.0}, "sampling_seed": 8},
+    {"temperature": 0.6},  # SGLang's own seed
+]
+DETERMINISTIC = {"enable_deterministic_inference": True, "page_size": 1, "chunked_prefill_size": 128}
+
+
+def answers_of(started: EngineProcess, prompts: dict[str, list[int]]) -> dict[str, Any]:
+    outcome, _ = started.generate(
+        list(prompts.values()), rids=list(prompts), each=OPTIONS, max_new_tokens=NUM_TOKENS, ignore_eos=True
+    )
+    return dict(zip(prompts, outcome))
+
+
+@pytest.fixture(scope="module")
+def prompts(prompt_ids: dict[str, list[int]]) -> dict[str, list[int]]:
+    chosen = [ids for ids in prompt_ids.values() if len(ids) < 400]
+    return {f"sampled-{i}": chosen[i % len(chosen)] for i in range(len(OPTIONS))}
+
+
+@pytest.fixture(scope="module")
+def sampled(
+    models: demo.Models, prompts: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Plain decoding's answers."""
+    with engine("plain", models, tmp_path_factory.mktemp("plain") / "log", **DETERMINISTIC) as started:
+        return answers_of(started, prompts)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
+def test_seeded_answers_equal_plain_decoding(
+    models: demo.Models, prompts: dict[str, list[int]], sampled: dict[str, Any], tmp_path: Path, overlap: bool
+) -> None:
+    env = scripted.environment(
+        tmp_path / "script.json", prompts, {rid: answer.token_ids for rid, answer in sampled.items()}
+    )
+    arguments = {**DETERMINISTIC, "disable_overlap_schedule": not overlap}
+    with engine("ours", models, tmp_path / "log", env, **arguments) as started:
+        got = answers_of(started, prompts)
+        alone, _ = started.generate(
+            [prompts["sampled-7"]],
+            rids=["sampled-7@alone"],
+            max_new_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            **OPTIONS[7],
+        )
+    for (rid, expected), options in zip(sampled.items(), OPTIONS):
+        assert got[rid].token_ids == expected.token_ids, options
+    assert alone[0].token_ids == sampled["sampled-7"].token_ids, "whoever shares the batch"
+    accepted = {length for answer in got.values() for length, count in enumerate(answer.accepted_histogram) if count}
+    assert len(accepted) > 8, f"accepted lengths of all kinds occur: {accepted}"
+    assert any(answer.num_rounds < NUM_TOKENS - 1 for answer in got.values())
+    greedy = {tuple(answer.token_ids) for answer in sampled.values()}
+    assert len(greedy) == len(sampled), "the options matter"
+
+
+def test_filters_that_leave_one_token_equal_greedy_decoding(
+    models: demo.Models, prompt_ids: dict[str, list[int]], plain: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Without seeds: each filter, min_p too, beside requests that draw freely. What a draw could get wrong shows."""
+    rids = [rid for rid, ids in prompt_ids.items() if len(ids) < 400][:6]
+    filters = [{"min_p": 1.0}, {"top_p": 1e-6}, {"top_k": 1}, {}, {"top_k": 1, "min_p": 0.3}, {"min_p": 0.999}]
+    env = scripted.environment(tmp_path / "script.json", prompt_ids, plain)
+    with engine("ours", models, tmp_path / "log", env, page_size=1, chunked_prefill_size=128) as started:
+        answers, _ = started.generate(
+            [prompt_ids[rid] for rid in rids],
+            rids=rids,
+            each=filters,
+            temperature=1.0,
+            max_new_tokens=NUM_TOKENS,
+            ignore_eos=True,
+        )
+    for rid, options, answer in zip(rids, filters, answers):
+        assert (answer.token_ids == plain[rid][:NUM_TOKENS]) == bool(options), (rid, options)

@@ -85,14 +85,16 @@ class EngineProcess:
         *,
         rids: list[str] | None = None,
         each: list[dict[str, Any]] | None = None,
+        request: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> tuple[list[Answer], float]:
         """Answers to a batch of prompts and the call's wall seconds.
 
         Sampling parameters are `sampling` and, for every prompt, its entry of `each`; greedy where neither says more.
+        `request` holds other arguments of `sglang.Engine.generate`.
         """
         params = [{"temperature": 0, **sampling, **own} for own in each or [{}] * len(input_ids)]
-        self._connection.send(("generate", (input_ids, rids, params)))
+        self._connection.send(("generate", (input_ids, rids, params, request or {})))
         answers, wall_s = self._receive()
         return [Answer(*answer) for answer in answers], wall_s
 
@@ -153,8 +155,8 @@ def _answer(engine: Any, method: str, args: tuple[Any, ...]) -> Any:
     if method != "generate":
         positional, keywords = args
         return getattr(engine, method)(*positional, **keywords)
-    input_ids, rids, sampling = args
+    input_ids, rids, sampling, request = args
     start = time.perf_counter()
-    outputs = engine.generate(input_ids=input_ids, sampling_params=sampling, rid=rids)
+    outputs = engine.generate(input_ids=input_ids, sampling_params=sampling, rid=rids, **request)
     wall_s = time.perf_counter() - start
     return [(o["output_ids"], o.get("text", ""), o["meta_info"]) for o in outputs], wall_s

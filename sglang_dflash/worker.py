@@ -165,7 +165,7 @@ class DFlashWorker(BaseSpecWorker):
             block.slots_BK[:, :width].reshape(-1),
             accepted.commit_B,
         )
-        return rounds.result(accepted, verified)
+        return rounds.result(batch, accepted, verified)
 
     def _idle(self, publish: Callable[[torch.Tensor], None]) -> Any:
         result = rounds.idle_result(self.device, self.block_size)

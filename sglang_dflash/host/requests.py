@@ -45,7 +45,6 @@ def _unserved(req: Any) -> list[str]:
     options += [
         name
         for name in (
-            "return_logprob",
             "return_hidden_states",
             "return_sampling_mask",
             "custom_logit_processor",

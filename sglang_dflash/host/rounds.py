@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
@@ -60,9 +61,11 @@ def next_input(bonus_B: torch.Tensor, new_lens_B: torch.Tensor) -> DFlashDraftIn
     return make_draft_input_v2(bonus_tokens=bonus_B, new_seq_lens=new_lens_B)
 
 
-def result(accepted: Accepted, verified: Verified) -> GenerationBatchResult:
+def result(batch: Any, accepted: Accepted, verified: Verified) -> GenerationBatchResult:
     """SGLang's result of a decode round: row i of the flat tokens holds commit_B[i] tokens and padding."""
     forward = verified.host_result
+    if batch.return_logprob:
+        compute_spec_logprobs(batch, forward.logits_output, accepted.tokens_BW.reshape(-1), chain_stride=verified.width)
     return GenerationBatchResult(
         logits_output=forward.logits_output,
         next_token_ids=accepted.tokens_BW.reshape(-1),

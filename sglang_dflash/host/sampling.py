@@ -18,14 +18,18 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 
 
-def choose(runner: Any, info: Any, logits_NV: torch.Tensor, positions_BW: torch.Tensor) -> torch.Tensor:
+def choose(
+    runner: Any, info: Any, logits_NV: torch.Tensor, positions_BW: torch.Tensor, *, keep_logits: bool
+) -> torch.Tensor:
     """The chosen tokens, int64 (B, W).
 
     Args:
         runner: SGLang's model runner of the target, whose sampler it is.
         info: SGLang's SamplingBatchInfo of the B requests.
-        logits_NV: float32, row i * W + j after token j of request i's block; overwritten.
+        logits_NV: float32, row i * W + j after token j of request i's block. The bias is added to it; sampling
+            overwrites it otherwise.
         positions_BW: int64, of the block's tokens.
+        keep_logits: leave the biased logits in `logits_NV`.
     """
     num_requests, width = positions_BW.shape
     if info.logit_bias is not None:
@@ -33,7 +37,7 @@ def choose(runner: Any, info: Any, logits_NV: torch.Tensor, positions_BW: torch.
     if info.is_all_greedy:
         # The same argmax over the same float32 logits as SGLang's sampler: ties fall on the same token.
         return torch.argmax(logits_NV, dim=-1).view(num_requests, width)
-    output = LogitsProcessorOutput(next_token_logits=logits_NV)
+    output = LogitsProcessorOutput(next_token_logits=logits_NV.clone() if keep_logits else logits_NV)
     tokens_N = runner.sampler(output, for_rows(info, width), False, [], [], positions_BW.reshape(-1))
     return tokens_N.long().view(num_requests, width)
 

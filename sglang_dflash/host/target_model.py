@@ -71,8 +71,10 @@ class TargetModel:
         forward_batch, _ = verify_input.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
         result = self.worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
         features_ND = _take_features(result.logits_output)
+        logits_NV, positions_BW = result.logits_output.next_token_logits, block.positions_BK[:, :width]
+        # `rounds.result` reads the logits where logprobs are asked for.
         choices_BW = sampling.choose(
-            self.runner, batch.sampling_info, result.logits_output.next_token_logits, block.positions_BK[:, :width]
+            self.runner, batch.sampling_info, logits_NV, positions_BW, keep_logits=batch.return_logprob
         )
         return Verified(choices_BW, features_ND, width, result)
 

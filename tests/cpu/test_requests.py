@@ -52,7 +52,6 @@ SERVED_SAMPLING = {
 
 # Of the request: values that are refused.
 REFUSED_REQUEST: dict[str, list[Any]] = {
-    "return_logprob": [True],
     "return_hidden_states": [True, "last"],
     "return_sampling_mask": [True],
     "custom_logit_processor": ["processor"],
@@ -60,12 +59,12 @@ REFUSED_REQUEST: dict[str, list[Any]] = {
     "positional_embed_overrides": [object()],
 }
 
-# Fields of the scheduler's request that leave the committed tokens alone.
+# Fields of the scheduler's request that the worker serves, or that leave the committed tokens alone.
 HARMLESS_REQUEST = {
     # The prompt. Embeddings and media reach the target alone; the drafter reads the target's features.
     "input_text", "input_ids", "input_embeds", "mm_inputs", "token_type_ids", "session_id", "session_params",
-    # How logprobs are returned, where return_logprob asks for them.
-    "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_flat_raw_top_logprobs",
+    # Logprobs: `host.rounds.result`.
+    "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_flat_raw_top_logprobs",
     "sampling_logprobs_mode", "return_entropy",
     # What the target's forward records by cache slot, handed on as it is.
     "return_routed_experts", "routed_experts_start_len", "return_indexer_topk",
@@ -144,7 +143,7 @@ def test_served_sampling_parameters_pass(sampling: dict[str, Any]) -> None:
     [
         {"input_embeds": [[0.0]], "stream": True, "priority": 3, "extra_key": "k", "cache_salt": "s"},
         {"return_routed_experts": True, "return_indexer_topk": True, "require_reasoning": True},
-        {"top_logprobs_num": 3, "token_ids_logprob": [1]},
+        {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [1]},
     ],
 )
 def test_harmless_fields_pass(options: dict[str, Any]) -> None:
@@ -179,5 +178,5 @@ def test_each_refused_field_is_named(name: str, value: Any) -> None:
 
 def test_all_refused_options_are_named_at_once() -> None:
     sampling = {"temperature": 0.5, "frequency_penalty": 1.0, "regex": "a"}  # sampling is served
-    refusal = named(requests.refusal(request(sampling, return_logprob=True, lora_id="a")))
-    assert refusal == "frequency_penalty=1, regex, return_logprob, lora_id"
+    refusal = named(requests.refusal(request(sampling, return_hidden_states=True, lora_id="a")))
+    assert refusal == "frequency_penalty=1, regex, return_hidden_states, lora_id"

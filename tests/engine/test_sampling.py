@@ -1,8 +1,8 @@
 """Sampled answers are plain decoding's own, draw by draw.
 
 With --enable-deterministic-inference SGLang's draws depend on a request's seed and on the position alone, so plain
-decoding and DFlash owe the same tokens, whatever a round accepts and whoever shares the batch. Drafts are scripted: every
-accepted length occurs, and what was drafted wrong must not show.
+decoding and DFlash owe the same tokens, whatever a round accepts and whoever shares the batch, and the same logprobs.
+Drafts are scripted: all accepted lengths occur, and what was drafted wrong must not show.
 """
 
 from __future__ import annotations
@@ -37,14 +37,33 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.8, "logit_bias": {"28": -100.0, "30": 3.0}, "sampling_seed": 8},
     {"temperature": 0.6},  # SGLang's own seed
 ]
+LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [28, 198]}
+LOGPROB_FIELDS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "input_token_logprobs")
 DETERMINISTIC = {"enable_deterministic_inference": True, "page_size": 1, "chunked_prefill_size": 128}
 
 
 def answers_of(started: EngineProcess, prompts: dict[str, list[int]]) -> dict[str, Any]:
     outcome, _ = started.generate(
-        list(prompts.values()), rids=list(prompts), each=OPTIONS, max_new_tokens=NUM_TOKENS, ignore_eos=True
+        list(prompts.values()),
+        rids=list(prompts),
+        each=OPTIONS,
+        request=LOGPROBS,
+        max_new_tokens=NUM_TOKENS,
+        ignore_eos=True,
     )
     return dict(zip(prompts, outcome))
+
+
+def assert_close(got: Any, expected: Any, where: str) -> None:
+    """SGLang's nested lists of logprobs and token ids: the same shape and ids, logprobs within rounding."""
+    if isinstance(expected, list | tuple):
+        assert len(got) == len(expected), where
+        for left, right in zip(got, expected):
+            assert_close(left, right, where)
+    elif isinstance(expected, float):
+        assert got == pytest.approx(expected, abs=2e-3, rel=1e-3), where
+    else:
+        assert got == expected, where
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +100,8 @@ def test_seeded_answers_equal_plain_decoding(
         )
     for (rid, expected), options in zip(sampled.items(), OPTIONS):
         assert got[rid].token_ids == expected.token_ids, options
+        for field in LOGPROB_FIELDS:
+            assert_close(got[rid].meta[field], expected.meta[field], f"{field} of {options}")
     assert alone[0].token_ids == sampled["sampled-7"].token_ids, "whoever shares the batch"
     accepted = {length for answer in got.values() for length, count in enumerate(answer.accepted_histogram) if count}
     assert len(accepted) > 8, f"accepted lengths of all kinds occur: {accepted}"

@@ -150,6 +150,28 @@ WORKER = (
             "indexer_topk_output",
         ),
     ),
+    Contract("sglang.srt.layers.logits_processor.LogitsProcessorOutput", ("next_token_logits",)),
+    Contract(
+        "sglang.srt.layers.logprob_processor.compute_spec_logprobs",
+        ("batch", "logits_output", "predict", "chain_stride"),
+    ),
+    Contract(
+        "sglang.srt.layers.sampler.Sampler.forward",
+        ("logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions"),
+    ),
+    Contract(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo",
+        (
+            "temperatures",
+            "top_ps",
+            "top_ks",
+            "min_ps",
+            "sampling_seed",
+            "logit_bias",
+            "is_all_greedy",
+            "penalizer_orchestrator",
+        ),
+    ),
     Contract(
         "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.plan",
         ("req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual", "read_extent"),
@@ -187,6 +209,11 @@ WORKER = (
 CPU = (
     Contract("sglang.srt.arg_groups.choices.add_attention_backend_choices"),
     Contract("sglang.srt.arg_groups.choices.add_draft_attention_backend_choices"),
+    Contract("sglang.srt.arg_groups.choices.add_deterministic_attention_backend_choices"),
+    Contract("sglang.srt.arg_groups.choices.add_radix_supported_deterministic_attention_backend_choices"),
+    Contract(
+        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", ("self",), exact=True
+    ),
     Contract("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS"),
     Contract("sglang.srt.layers.attention.attention_registry.register_attention_backend", ("name",)),
     Contract("sglang.srt.layers.attention.base_attn_backend.AttentionBackend", ("init_forward_metadata",)),

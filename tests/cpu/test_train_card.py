@@ -112,7 +112,7 @@ def test_the_settings_that_repeat_the_run_and_no_path_of_this_machine():
     assert (settings["decay_gamma"], settings["steps"], settings["betas"]) == (6.5, 4500, [0.9, 0.95])
     assert "/disk" not in card
     training = dict(rows(card, "## Training")[:10])
-    assert training["learning rate"] == "0.0015 at its peak, cosine to zero after 4 % warm-up"
+    assert training["learning rate"] == "0.003 at its peak, cosine to zero after 4 % warm-up"
     assert (training["seeds"], training["batch"]) == ("training 12", "32 sequences, 64 blocks each (2,048)")
 
 

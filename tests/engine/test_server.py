@@ -139,7 +139,6 @@ def test_ends_inside_a_block(url: str, prompt_ids: dict[str, list[int]], plain: 
         ("min_new_tokens", {"sampling_params": {"temperature": 0, "min_new_tokens": 3}}),
         ("regex", {"sampling_params": {"temperature": 0, "regex": "[a-z]+"}}),
         ("json_schema", {"sampling_params": {"temperature": 0, "json_schema": '{"type": "object"}'}}),
-        ("return_hidden_states", {"sampling_params": {"temperature": 0}, "return_hidden_states": True}),
     ],
 )
 def test_unserved_options_are_refused_by_name(url: str, name: str, body: dict[str, Any]) -> None:

@@ -19,22 +19,19 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: the likeliest at temperature 0, else one drawn from the likeliest that make up `top_p`.
-
-    With `top_k`, `top_p` is of the `top_k` likeliest: over a whole vocabulary it takes a sort that costs more than the
-    model.
+    """How a token is chosen: the likeliest at temperature 0, else one drawn from those that are at least `min_p` times
+    as likely as the likeliest. (A top_p would have to sort the vocabulary.)
     """
 
     temperature: float = 0.0
-    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
-    top_k: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or (self.top_k is not None and self.top_k < 1):
+        if self.temperature < 0 or not 0 <= self.min_p <= 1:
             raise ValueError(
-                "expected a temperature of at least 0, a top_p in (0, 1] and a top_k of at least 1, got "
-                f"{self.temperature}, {self.top_p} and {self.top_k}; correct them"
+                "expected a temperature of at least 0 and a min_p in [0, 1], got "
+                f"{self.temperature} and {self.min_p}; correct them"
             )
 
 
@@ -159,25 +156,17 @@ def choose(logits_BV: torch.Tensor, sampling: Sampling, generator: torch.Generat
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1)
-    logits_BV = logits_BV.float() / sampling.temperature
-    if sampling.top_k is None and sampling.top_p == 1:
-        return _draw(torch.softmax(logits_BV, dim=-1), generator)
-    num_candidates = min(sampling.top_k or logits_BV.shape[-1], logits_BV.shape[-1])
-    candidates_BC, tokens_BC = logits_BV.topk(num_candidates, dim=-1)
-    probs_BC = torch.softmax(candidates_BC, dim=-1)
-    # A token stays where the likelier ones alone do not make up top_p: the likeliest always does.
-    outside_BC = probs_BC.cumsum(dim=-1) - probs_BC >= sampling.top_p
-    drawn_B1 = _draw(probs_BC.masked_fill(outside_BC, 0.0), generator)[:, None]
-    return tokens_BC.gather(-1, drawn_B1)[:, 0]
-
-
-def _draw(probs_BC: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    noise_BC = torch.empty_like(probs_BC).exponential_(generator=generator).clamp_(min=torch.finfo(torch.float32).tiny)
-    return (probs_BC / noise_BC).argmax(dim=-1)
+    probs_BV = torch.softmax(logits_BV.float() / sampling.temperature, dim=-1)
+    probs_BV.masked_fill_(probs_BV < sampling.min_p * probs_BV.amax(dim=-1, keepdim=True), 0.0)
+    noise_BV = torch.empty_like(probs_BV).exponential_(generator=generator).clamp_(min=torch.finfo(torch.float32).tiny)
+    return (probs_BV / noise_BV).argmax(dim=-1)
 
 
 def cut_loop(ids: list[int], ngram: int = NGRAM) -> tuple[list[int], bool]:
-    """The answer up to the end of the first run of `ngram` tokens that came before, and whether there was one."""
+    """The answer up to the end of the first run of `ngram` tokens that came before, and whether there was one.
+
+    Without that run, its last `ngram` tokens, the answer has no loop.
+    """
     seen = set()
     for end in range(ngram, len(ids) + 1):
         run = tuple(ids[end - ngram : end])

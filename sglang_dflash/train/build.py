@@ -1,6 +1,6 @@
 """Make training data: gather prompts, let the target answer them, cut loops, split, write.
 
-    families -> prompts -> rendered ids -> answers (journal) -> loops capped -> JSON lines
+    families -> prompts -> rendered ids -> answers (journal) -> loops cut -> JSON lines
 
 Run it again after a kill, or with more prompts: what the journal beside the output holds is not generated again.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from sglang_dflash.train.journal import Journal, key_of
 
 FAMILIES = ("chat", "reasoning", "templates", "user", "code")
 HELDOUT_ONLY = ("code",)
-LOOPED_PERCENT = 5  # of a family's examples, at most
+LOOPED_PERCENT = 5  # of a family's examples, at most, end in a loop
 FINGERPRINT_VALUES = 4096  # of each weight
 
 
@@ -57,7 +57,9 @@ class FamilySummary:
     num_prompts: int = 0  # that were found or made
     num_repeated: int = 0  # the same as another prompt
     num_too_long: int = 0
-    num_loops_dropped: int = 0  # looped answers over the 5 % that are kept
+    # Looped answers over the 5 % that are kept: to train on, without the loop; held out, not at all.
+    num_loops_cut: int = 0
+    num_loops_dropped: int = 0
     splits: dict[str, Count] = field(default_factory=dict)
 
 
@@ -256,7 +258,7 @@ def _answer(
         batch_size=options.batch_size,
         stop_ids=answers.stop_ids_of(model, tokenizer),
         # With the count of answers in the seed, a run that goes on draws other numbers than it has drawn already.
-        sampling=answers.Sampling(options.temperature, 1.0, options.seed),
+        sampling=answers.Sampling(options.temperature, seed=options.seed),
         first_batch=len(journal.answers),
         progress=progress,
     )
@@ -274,8 +276,11 @@ def _examples(rendered: list[_Prompt], journal: Journal, summary: Summary) -> li
         room = num_plain * LOOPED_PERCENT // (100 - LOOPED_PERCENT)
         for example in mine:
             if example.looped and room == 0:
-                count.num_loops_dropped += 1
-                continue
+                if example.split == "heldout":
+                    count.num_loops_dropped += 1
+                    continue
+                example = replace(example, answer_ids=example.answer_ids[: -answers.NGRAM], looped=False)
+                count.num_loops_cut += 1
             room -= example.looped
             kept.append(example)
             side = count.splits.setdefault(example.split, Count())
@@ -285,7 +290,7 @@ def _examples(rendered: list[_Prompt], journal: Journal, summary: Summary) -> li
             side.num_looped += example.looped
     if not kept:
         raise ValueError(
-            f"expected answers to train on, got none of {len(rendered)} prompts: all repeat themselves or are too "
-            "long; use another target or raise max_prompt_tokens"
+            f"expected answers to train on, got none to {len(rendered)} prompts: all are held out and "
+            "repeat themselves, or the prompts are too long; use another target or raise max_prompt_tokens"
         )
     return kept

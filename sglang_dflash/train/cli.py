@@ -114,6 +114,11 @@ def _data(args: argparse.Namespace) -> int:
     for name, family in summary.families.items():
         for split, count in family.splits.items():
             console.print(f"{name} {split}: {count.num_examples} examples, {count.num_answer_tokens} answer tokens")
+        console.print(
+            f"{name}: of {family.num_asked} prompts {family.num_prompts} made, {family.num_repeated} repeated, "
+            f"{family.num_too_long} too long; of the answers that loop {family.num_loops_cut} cut before the repeat, "
+            f"{family.num_loops_dropped} dropped (held out)"
+        )
     return 0
 
 

@@ -98,12 +98,12 @@ class Trainer:
                 self._tell(self._progress("train", outcomes, time.perf_counter() - told), show)
                 told, outcomes = time.perf_counter(), []
             if self.heldout and (self.step % self.settings.evaluate_every == 0 or self.step == self.settings.steps):
-                self._tell(self.evaluate()[0], show)
+                progress, evaluation = self.evaluate()
+                self._tell(progress, show)
+                (self.settings.output / EVALUATION).write_text(evaluation.to_json())
             self.seconds = before + time.perf_counter() - started
             if self.step % self.settings.checkpoint_every == 0 or self.step == self.settings.steps:
                 self.save()
-        if self.heldout:
-            (self.settings.output / EVALUATION).write_text(self.evaluate()[1].to_json())
         self.record(command).write(self.settings.output / run_record.FILE)
         return self.export()
 

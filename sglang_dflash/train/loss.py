@@ -6,6 +6,7 @@ A draft counts only if all drafts before it in the block are right, so early slo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,8 @@ class _HeadScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits_RV = hidden_RH.to(head_VH.dtype) @ head_VH.T
         parts = zip(logits_RV.split(CHUNK_ROWS), labels_R.split(CHUNK_ROWS))
-        lse_R, nll_R, right_R = (torch.cat(rows) for rows in zip(*(_fused(_row_scores)(*part) for part in parts)))
+        row_scores = _fused(_row_scores, head_VH.device)
+        lse_R, nll_R, right_R = (torch.cat(rows) for rows in zip(*(row_scores(*part) for part in parts)))
         ctx.save_for_backward(logits_RV, head_VH, labels_R, lse_R)
         ctx.hidden_dtype = hidden_RH.dtype
         ctx.mark_non_differentiable(right_R)
@@ -60,7 +62,8 @@ class _HeadScores(torch.autograd.Function):
     def backward(ctx: Any, grad_nll_R: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None]:
         logits_RV, head_VH, *rows = ctx.saved_tensors
         parts = zip(logits_RV.split(CHUNK_ROWS), *(row.split(CHUNK_ROWS) for row in (*rows, grad_nll_R)))
-        grads = [_fused(_logits_gradient)(*part) @ head_VH for part in parts]
+        logits_gradient = _fused(_logits_gradient, head_VH.device)
+        grads = [logits_gradient(*part) @ head_VH for part in parts]
         return torch.cat(grads).to(ctx.hidden_dtype), None, None
 
 
@@ -79,14 +82,14 @@ def _logits_gradient(
     return ((probabilities_RV - label_RV.float()) * grad_nll_R[:, None]).to(logits_RV.dtype)
 
 
-_COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def _fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """`function`, on a GPU as few kernels: as separate operations it would write the logits in float32 many times."""
-    if not torch.cuda.is_available():
-        return function
-    return _COMPILED.setdefault(function, torch.compile(function, dynamic=False, fullgraph=True))
+    return _compiled(function) if device.type == "cuda" else function
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def decay_weights(valid_NJ: torch.Tensor, gamma: float) -> torch.Tensor:

@@ -36,7 +36,7 @@ def describe(settings: Settings) -> str:
 class BatchedMuon(torch.optim.Muon):
     """PyTorch's Muon without weight decay, all matrices of a shape at once: a drafter's are few shapes, many matrices.
 
-    One after the other they cost more launches than the drafter's forward and backward passes together.
+    A step of SmolLM2's drafter takes 31.4 ms so, 51.3 ms with one matrix after the other (one H200, docs/training.md).
     """
 
     @torch.no_grad()

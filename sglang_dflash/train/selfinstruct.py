@@ -14,9 +14,8 @@ from sglang_dflash.train import answers
 from sglang_dflash.train.journal import Journal
 
 TEMPERATURE = 1.0
-TOP_P = 0.95
-TOP_K = 256
-MAX_TURN_TOKENS = 160
+MIN_P = 0.05
+MAX_TURN_TOKENS = 96
 MIN_CHARACTERS = 10
 # Turns that agree in so many letters at the start are one: their answers would be near copies.
 PREFIX_CHARACTERS = 40
@@ -78,7 +77,7 @@ def invent(
     so much that new turns hardly come, there are fewer.
     """
     frame = frame_of(tokenizer, template_arguments)
-    sampling = answers.Sampling(TEMPERATURE, TOP_P, seed, TOP_K)
+    sampling = answers.Sampling(TEMPERATURE, MIN_P, seed)
     turns = [turn for batch in journal.turns for turn in batch]
     seen = {prefix_key(turn) for turn in turns}
     stale = 0

@@ -138,19 +138,18 @@ def test_steps_read_only_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_samples_follow_the_probabilities_of_the_nucleus(device: str) -> None:
+def test_samples_follow_the_probabilities_above_min_p(device: str) -> None:
     logits = torch.log(torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15], device=device))
     generator = torch.Generator(device).manual_seed(0)
-    for temperature, top_p, top_k, expected in [
-        (1.0, 1.0, None, [0.1, 0.4, 0.05, 0.3, 0.15]),
-        (1.0, 0.8, None, [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
-        (1.0, 0.3, None, [0.0, 1.0, 0.0, 0.0, 0.0]),
-        (0.5, 1.0, None, [p * p / 0.285 for p in (0.1, 0.4, 0.05, 0.3, 0.15)]),
-        (1.0, 1.0, 3, [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
-        (1.0, 0.8, 3, [0, 0.4 / 0.7, 0, 0.3 / 0.7, 0]),
-        (1.0, 0.8, 99, [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
+    for temperature, min_p, expected in [
+        (1.0, 0.0, [0.1, 0.4, 0.05, 0.3, 0.15]),
+        (1.0, 0.3, [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85]),
+        (1.0, 0.9, [0.0, 1.0, 0.0, 0.0, 0.0]),
+        (0.5, 0.0, [p * p / 0.285 for p in (0.1, 0.4, 0.05, 0.3, 0.15)]),
+        # Of the probabilities at the temperature: 0.15 ** 2 is 0.14 of 0.4 ** 2, 0.1 ** 2 is 0.06 of it.
+        (0.5, 0.1, [0, 0.16 / 0.2725, 0, 0.09 / 0.2725, 0.0225 / 0.2725]),
     ]:
-        tokens = answers.choose(logits.expand(20_000, 5), Sampling(temperature, top_p, top_k=top_k), generator)
+        tokens = answers.choose(logits.expand(20_000, 5), Sampling(temperature, min_p), generator)
         shares = torch.bincount(tokens, minlength=5).cpu() / 20_000
         torch.testing.assert_close(shares, torch.tensor(expected), atol=0.015, rtol=0)
         assert [p == 0 for p in expected] == [p == 0 for p in shares.tolist()]
@@ -160,7 +159,7 @@ def test_samples_depend_on_seed_and_batch_alone() -> None:
     model, prompts = make_target("llama"), [[5, 6]] * 4
 
     def draw(seed: int, count: int, first_batch: int = 0) -> list[list[int]]:
-        sampling = Sampling(1.0, 0.95, seed)
+        sampling = Sampling(1.0, 0.01, seed)
         return by_index(
             answers.generate(
                 model,
@@ -183,6 +182,7 @@ def test_samples_depend_on_seed_and_batch_alone() -> None:
 def test_loops_are_cut_after_the_first_repeat() -> None:
     head, period = list(range(100, 150)), list(range(1, 41))
     assert answers.cut_loop(head + period * 5) == (head + period + period[:32], True)
+    assert answers.cut_loop(head + period * 5)[0][: -answers.NGRAM] == head + period
     assert answers.cut_loop([7] * 100) == ([7] * 33, True)
     assert answers.cut_loop([7] * 33) == ([7] * 33, True)
     assert answers.cut_loop([7] * 32) == ([7] * 32, False)
@@ -245,11 +245,9 @@ def test_what_cannot_be_decoded_is_refused() -> None:
     query = torch.zeros(1, 1, 1, 8)
     with pytest.raises(ValueError, match="s_aux"):
         static_decode.grouped_attention(torch.nn.Module(), query, query, query, torch.zeros(1, 1, 1, 1), s_aux=query)
-    for temperature, top_p in [(-1, 1), (1, 0), (1, 1.1)]:
+    for temperature, min_p in [(-1, 0), (1, -0.1), (1, 1.1)]:
         with pytest.raises(ValueError, match="temperature"):
-            Sampling(temperature, top_p)
-    with pytest.raises(ValueError, match="top_k of at least 1"):
-        Sampling(1.0, 1.0, top_k=0)
+            Sampling(temperature, min_p)
     assert list(answers.generate(make_target("llama"), [], max_new_tokens=1, batch_size=1, stop_ids=set())) == []
 
 

@@ -212,7 +212,10 @@ def test_template_arguments_reach_the_template(target: Path, tmp_path: Path) -> 
 
 
 def test_few_loops_are_kept_and_marked(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 40 answers 10 loop: beside 30 plain ones 1 may stay, for 2 would be more than 5 % of 32."""
+    """Of 40 answers 10 loop: beside 30 plain ones 1 may stay, for 2 would be more than 5 % of 32.
+
+    The others are cut before the repeat where they are trained on, and dropped where they are held out.
+    """
     out, calls = tmp_path / "data.jsonl", []
 
     def cut_loop(ids: list[int]) -> tuple[list[int], bool]:
@@ -220,18 +223,22 @@ def test_few_loops_are_kept_and_marked(target: Path, tmp_path: Path, monkeypatch
         return (ids[:2], True) if len(calls) % 4 == 0 else (ids, False)
 
     monkeypatch.setattr(answers, "cut_loop", cut_loop)
-    summary = run(target, out, {"templates": 40}, max_new_tokens=3).families["templates"]
+    monkeypatch.setattr(answers, "NGRAM", 1)
+    summary = run(target, out, {"templates": 40}, max_new_tokens=3, heldout_percent=50).families["templates"]
     examples = dataset.read(out)
     assert [len(e.answer_ids) for e in examples if e.looped] == [2]
-    assert len(examples) == 31
-    assert summary.num_loops_dropped == 9
+    assert [e.split for e in examples if len(e.answer_ids) == 1] == ["train"] * summary.num_loops_cut
+    assert summary.num_loops_cut + summary.num_loops_dropped == 9
+    assert summary.num_loops_cut > 0
+    assert summary.num_loops_dropped > 0
+    assert len(examples) == 40 - summary.num_loops_dropped
     assert sum(count.num_looped for count in summary.splits.values()) == 1
 
 
-def test_all_looped_is_an_error(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_looped_and_held_out_is_an_error(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "cut_loop", lambda ids: (ids, True))
-    with pytest.raises(ValueError, match="all repeat themselves"):
-        run(target, tmp_path / "data.jsonl", {"templates": 2})
+    with pytest.raises(ValueError, match="held out and repeat themselves"):
+        run(target, tmp_path / "data.jsonl", {"code": 2})
     assert not (tmp_path / "data.jsonl").exists()
 
 
@@ -278,7 +285,7 @@ def test_a_target_that_repeats_itself_gives_fewer_turns(target: Path, tmp_path: 
     summary = run(target, tmp_path / "data.jsonl", {"chat": 5})
     assert (summary.families["chat"].num_asked, summary.families["chat"].num_prompts) == (5, 1)
     monkeypatch.setattr(selfinstruct, "_clean", lambda *arguments: None)
-    with pytest.raises(ValueError, match="got none of 0 prompts"):
+    with pytest.raises(ValueError, match="got none to 0 prompts"):
         run(target, tmp_path / "other.jsonl", {"chat": 5})
 
 

@@ -34,13 +34,9 @@ def _unserved(req: Any) -> list[str]:
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
     }
-    options = [
-        f"{name}={getattr(params, name):g}" for name, value in neutral.items() if getattr(params, name) != value
-    ]
+    options = [f"{name}={getattr(params, name):g}" for name, value in neutral.items() if getattr(params, name) != value]
     options += [
-        name
-        for name in ("json_schema", "regex", "ebnf", "structural_tag", "watermark")
-        if getattr(params, name)
+        name for name in ("json_schema", "regex", "ebnf", "structural_tag", "watermark") if getattr(params, name)
     ]
     options += [
         name

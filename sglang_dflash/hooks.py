@@ -5,6 +5,7 @@ All are AROUND hooks of SGLang's own registry; `hostcheck` lists their targets w
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -80,8 +81,9 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
     from sglang_dflash.host import arguments
 
     reasons = arguments.reasons_for_stock(server_args) or hostcheck.problems(hostcheck.WORKER)
+    validate = functools.partial(_validate_request, seeded=server_args.enable_deterministic_inference)
     reasons = reasons or _apply(
-        {_VALIDATE_REQUEST: _validate_request, _SERVER_INFO: _add_server_info, _ROW_HEADROOM: _row_headroom}
+        {_VALIDATE_REQUEST: validate, _SERVER_INFO: _add_server_info, _ROW_HEADROOM: _row_headroom}
     )
     if reasons:
         _hand_over(reasons)
@@ -102,10 +104,10 @@ def _hand_over(reasons: list[str]) -> None:
     logger.warning("SGLang's built-in DFLASH worker serves, not sglang-dflash %s: %s.", __version__, why)
 
 
-def _validate_request(original: Any, req: Any, enable_overlap: bool) -> str | None:
+def _validate_request(original: Any, req: Any, enable_overlap: bool, seeded: bool) -> str | None:
     from sglang_dflash.host import requests
 
-    return requests.refusal(req) or original(req, enable_overlap)
+    return requests.refusal(req, seeded) or original(req, enable_overlap)
 
 
 def _add_server_info(original: Any, self: Any, state: dict[str, Any]) -> None:

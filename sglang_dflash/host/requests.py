@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 
-def refusal(req: Any) -> str | None:
+def refusal(req: Any, seeded: bool) -> str | None:
     """Why a request cannot be served, as one sentence for its sender; None when it can.
 
     Args:
-        req: SGLang's `Req`, its sampling parameters normalised.
+        req: SGLang's `Req`, its sampling parameters normalised. SGLang prefills a refused one all the same, so what its
+            sampler cannot bear is taken out of it.
+        seeded: all draws have seeds (`--enable-deterministic-inference`).
     """
     options = _unserved(req)
+    if seeded and req.sampling_params.min_p > 0:
+        # SGLang's sampler fails an assertion there, and the server with it, plain decoding's too.
+        options.append("min_p with --enable-deterministic-inference")
+        req.sampling_params.min_p = 0.0
     if not options:
         return None
     return (

@@ -270,8 +270,8 @@ def _measurement(measured: Measurement, result: Evaluation) -> str:
         )
     else:
         text += (
-            "The blocks start anywhere in the target's answers, an engine's where its last one ended: the two differ a "
-            "little.\n\n"
+            "The blocks start anywhere in the target's answers, so an easy stretch counts once for each of its tokens. "
+            "An engine's start where the last one ended: a served drafter's acceptance is lower.\n\n"
         )
     return (
         f"{text}Conditional acceptance, P(slot right | slots before it right), in per cent:\n\n{slots}\n\n"

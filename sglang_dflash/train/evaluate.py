@@ -1,8 +1,9 @@
 """How much of a drafter's blocks the target accepts: acceptance length and conditional acceptance, with intervals.
 
 Two sources give the same figures: match tables of blocks whose anchors were drawn from held-out answers, and the rounds
-of an engine. A table's anchors are spread evenly over the answers, an engine's rounds start where the last one ended:
-the two differ a little, and the engine's is what a server does.
+of an engine. A table's anchors are spread evenly over the answers, so that an easy stretch counts once for each of its
+tokens; an engine's rounds start where the last one ended, so that it counts once. The engine's figure is the lower one,
+and what a server does.
 
 Acceptance is decided slot after slot, so everything follows from two counts a slot: blocks that reached it (all slots
 before it right) and blocks where it was right too. The mean acceptance length is 1 + sum over k of p_1 ... p_k with p_k

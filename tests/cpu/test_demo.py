@@ -26,7 +26,7 @@ def test_demo_paths_are_the_last_line_and_made_once_for_each_drafter(
         (folder / "config.json").write_text(name, encoding="utf-8")
 
     monkeypatch.setattr(demo, "_make_target", lambda folder: make("target", folder))
-    monkeypatch.setattr(demo, "_make_drafter", lambda folder, target: make("drafter", folder))
+    monkeypatch.setattr(demo, "_make_drafter", lambda folder: make("drafter", folder))
     for _ in range(2):
         assert cli.main(["demo", "--paths"]) == 0
         paths = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -57,17 +57,6 @@ def test_the_packaged_drafter_is_unpacked(monkeypatch: pytest.MonkeyPatch, tmp_p
     config = checkpoint.read_config(made)
     assert config == checkpoint.read_config(source)
     checkpoint.check_tensors(made, config)
-
-
-def test_without_a_packaged_drafter_the_weights_are_random_and_the_demo_says_so(
-    engines: dict[str, list[offline.Answer]], packaged: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    packaged.unlink()
-    assert demo.locate().drafter.name == f"{demo.DRAFTER_NAME}-random"
-    engines["plain"] = answers([1])
-    engines["ours"] = answers([1], spec_verify_ct=2, spec_num_correct_drafts=1)
-    assert cli.main(["demo"]) == 0
-    assert "The drafter is random: expect no speed-up." in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.usefixtures("packaged")
@@ -159,10 +148,9 @@ def test_the_demo_ends_with_equality_speeds_and_acceptance(
     assert demo.PROMPTS[0] in out
     assert "text [1, 2, 3" in out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
-    # Four calls of 44 tokens, each of 4, 5, 6 s and of 1, 2, 3 s, the first run not counted.
+    # Six calls of 66 tokens, each of 4, 5, 6 s and of 1, 2, 3 s, the first run not counted.
     assert rows == [["plain decoding", "2.2", "1.0x", ""], ["DFlash", "5.5", "2.5x", "1.75"]]
-    assert "trained for this target" in out
-    assert "equals plain decoding token for token (132 tokens)" in out.splitlines()[-1]
+    assert "equals plain decoding token for token (198 tokens)" in out.splitlines()[-1]
 
 
 def test_the_demo_fails_where_a_token_differs(

@@ -394,11 +394,11 @@ def test_sglangs_own_refusal_of_a_request_stays() -> None:
 
     req = SimpleNamespace()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requests, "refusal", lambda req: None)
-        assert hooks._validate_request(original, req, True) == "theirs"
+        patch.setattr(requests, "refusal", lambda req, seeded: None)
+        assert hooks._validate_request(original, req, True, seeded=False) == "theirs"
         assert asked == [(req, True)]
-        patch.setattr(requests, "refusal", lambda req: "ours")
-        assert hooks._validate_request(original, req, True) == "ours"
+        patch.setattr(requests, "refusal", lambda req, seeded: "ours")
+        assert hooks._validate_request(original, req, True, seeded=False) == "ours"
         assert len(asked) == 1
 
 

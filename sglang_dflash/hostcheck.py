@@ -169,6 +169,8 @@ WORKER = (
             "sampling_seed",
             "logit_bias",
             "is_all_greedy",
+            "acc_additive_penalties",
+            "acc_scaling_penalties",
             "penalizer_orchestrator",
         ),
     ),

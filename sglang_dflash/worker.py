@@ -6,7 +6,8 @@ A decode round (`DFlashWorker._decode`) reads top to bottom, each stage taking t
     choose    how many tokens of each block are verified          -> width
     open      block = [anchor, mask, mask, ...] and its slots     -> Block
     draft     one pass of the drafter over the whole block        -> Draft
-    verify    one causal pass of the target over the block        -> Verified
+    verify    one causal pass of the target over the block,
+              and its own token after each of the block's         -> Verified
     accept    the longest run the target agrees with, and bonus   -> Accepted
     inject    the target's features into the drafter's cache
     result    back to the scheduler
@@ -159,6 +160,7 @@ class DFlashWorker(BaseSpecWorker):
         verified = self.target.verify(batch, round_, block, draft, width)
         accepted = self.acceptor.accept(round_, draft, verified)
         publish(accepted.new_lens_B)
+        self.target.penalties.add(batch.reqs, accepted.tokens_BW, accepted.commit_B)
         self.injector.inject(
             verified.features_ND,
             block.positions_BK[:, :width].reshape(-1),

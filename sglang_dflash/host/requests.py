@@ -18,6 +18,10 @@ def refusal(req: Any, seeded: bool) -> str | None:
         # SGLang's sampler fails an assertion there, and the server with it, plain decoding's too.
         options.append("min_p with --enable-deterministic-inference")
         req.sampling_params.min_p = 0.0
+    if req.sampling_params.min_new_tokens > 0 and req.tokenizer is None:
+        # SGLang's penalizer asks the tokenizer for stop tokens.
+        options.append("min_new_tokens without a tokenizer")
+        req.sampling_params.min_new_tokens = 0
     if not options:
         return None
     return (
@@ -34,14 +38,7 @@ def _version() -> str:
 
 def _unserved(req: Any) -> list[str]:
     params = req.sampling_params
-    neutral = {
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-    }
-    options = [f"{name}={getattr(params, name):g}" for name, value in neutral.items() if getattr(params, name) != value]
-    options += [
+    options = [
         name for name in ("json_schema", "regex", "ebnf", "structural_tag", "watermark") if getattr(params, name)
     ]
     options += [

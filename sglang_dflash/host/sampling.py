@@ -1,7 +1,7 @@
 """The target's own token after every token of a verified block, chosen as plain decoding chooses it.
 
 A block's rows are the target's logits after the anchor and after each draft. SGLang's sampler takes one row a request;
-here each request's parameters stand for all of its rows. Where a request is greedy the token is the argmax; where it
+here each request's parameters stand for all of its rows. Penalties are in the logits already (`penalties`). Where a request is greedy the token is the argmax; where it
 samples it is a draw from the distribution of plain decoding (temperature, top-k, top-p, min-p, bias), and where SGLang
 seeds its draws (--enable-deterministic-inference) the very same draw: that noise depends on seed and position alone.
 """
@@ -26,8 +26,8 @@ def choose(
     Args:
         runner: SGLang's model runner of the target, whose sampler it is.
         info: SGLang's SamplingBatchInfo of the B requests.
-        logits_NV: float32, row i * W + j after token j of request i's block. The bias is added to it; sampling
-            overwrites it otherwise.
+        logits_NV: float32, row i * W + j after token j of request i's block, penalties included. The bias is added to
+            it; sampling overwrites it otherwise.
         positions_BW: int64, of the block's tokens.
         keep_logits: leave the biased logits in `logits_NV`.
     """
@@ -44,9 +44,8 @@ def choose(
 
 def for_rows(info: Any, width: int) -> Any:
     """`info` with every request's parameters repeated for the `width` rows of its block."""
-    repeated = {name: getattr(info, name) for name in _PER_REQUEST}
-    repeated = {
-        name: value if value is None else value.repeat_interleave(width, dim=0) for name, value in repeated.items()
-    }
-    # `choose` added the bias; the rest is state of requests whose options `requests.refusal` refuses.
-    return dataclasses.replace(info, **repeated, logit_bias=None, penalizer_orchestrator=None)
+    values = {name: getattr(info, name) for name in _PER_REQUEST}
+    repeated = {name: v if v is None else v.repeat_interleave(width, dim=0) for name, v in values.items()}
+    # Penalties and bias stand in the logits already; the rest is state of requests that `requests.refusal` refuses.
+    done = dict.fromkeys(("acc_additive_penalties", "acc_scaling_penalties", "logit_bias", "penalizer_orchestrator"))
+    return dataclasses.replace(info, **repeated, **done)

@@ -9,6 +9,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dflash.host import sampling
+from sglang_dflash.host.penalties import Penalties
 from sglang_dflash.records import Block, Draft, Round, Verified
 
 
@@ -19,6 +20,7 @@ class TargetModel:
         self.worker = worker
         self.runner = worker.model_runner
         scale = getattr(self.runner.model, "get_dflash_noise_embedding_scale", None)
+        self.penalties = Penalties(int(self.runner.model_config.vocab_size), torch.device(worker.device))
         self._embedding = self.runner.model.get_input_embeddings()
         self._embedding_scale = 1.0 if scale is None else float(scale())
 
@@ -44,7 +46,9 @@ class TargetModel:
 
     def prefill(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """Run a prefill batch; SGLang's result, and the features (N, D) of its tokens, taken out of it."""
+        self.penalties.begin(batch)
         result = self.worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
+        self.penalties.add(batch.reqs, result.next_token_ids[:, None], commit_B=None)
         features_ND = _take_features(result.logits_output)
         # Rows past the batch's tokens are padding of the target's graph.
         return result, features_ND[: int(sum(batch.extend_lens))]
@@ -72,6 +76,8 @@ class TargetModel:
         result = self.worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
         features_ND = _take_features(result.logits_output)
         logits_NV, positions_BW = result.logits_output.next_token_logits, block.positions_BK[:, :width]
+        logits_BWV = logits_NV.view(*positions_BW.shape, -1)
+        self.penalties.apply(batch.reqs, draft.tokens_BK[:, :width], positions_BW, logits_BWV)
         # `rounds.result` reads the logits where logprobs are asked for.
         choices_BW = sampling.choose(
             self.runner, batch.sampling_info, logits_NV, positions_BW, keep_logits=batch.return_logprob

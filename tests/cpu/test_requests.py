@@ -23,10 +23,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 # Sampling parameter, values that are refused, and what the refusal calls it.
 REFUSED_SAMPLING: dict[str, list[tuple[Any, str]]] = {
-    "frequency_penalty": [(0.5, "frequency_penalty=0.5"), (-2.0, "frequency_penalty=-2")],
-    "presence_penalty": [(0.1, "presence_penalty=0.1"), (-1, "presence_penalty=-1")],
-    "repetition_penalty": [(1.2, "repetition_penalty=1.2"), (0.5, "repetition_penalty=0.5")],
-    "min_new_tokens": [(1, "min_new_tokens=1")],
     "json_schema": [('{"type": "object"}', "json_schema")],
     "regex": [("[0-9]+", "regex")],
     "ebnf": [('root ::= "a"', "ebnf")],
@@ -38,6 +34,8 @@ REFUSED_SAMPLING: dict[str, list[tuple[Any, str]]] = {
 SERVED_SAMPLING = {
     # How the target's token is chosen after each token of a block: `host.sampling`.
     "temperature", "top_k", "top_p", "min_p", "sampling_seed", "logit_bias",
+    # In the logits before that: `host.penalties`.
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens",
     # Ends and cuts: SGLang reads the committed tokens one by one.
     "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim",
     # Text and stream.
@@ -129,6 +127,7 @@ def test_a_plain_greedy_request_passes() -> None:
         {"temperature": 2.0, "logit_bias": {"5": 1.0}},
         {"n": 4},
         {"custom_params": {"name": "value"}},
+        {"frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.2},
         # Given, but meaning nothing.
         {"frequency_penalty": None, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0},
         {"json_schema": "", "regex": None, "logit_bias": {}, "watermark": None},
@@ -184,7 +183,16 @@ def test_min_p_with_seeds_is_refused_and_taken_out() -> None:
     assert requests.refusal(request({"temperature": 1.0, "top_p": 0.2}), seeded=True) is None
 
 
+def test_min_new_tokens_is_refused_without_a_tokenizer_and_taken_out() -> None:
+    req = request({"min_new_tokens": 3})
+    assert named(requests.refusal(req, seeded=False)) == "min_new_tokens without a tokenizer"
+    assert req.sampling_params.min_new_tokens == 0
+    req = request({"min_new_tokens": 3})
+    req.tokenizer = Tokenizer()
+    assert requests.refusal(req, seeded=False) is None
+
+
 def test_all_refused_options_are_named_at_once() -> None:
-    sampling = {"temperature": 0.5, "frequency_penalty": 1.0, "regex": "a"}  # sampling is served
+    sampling = {"temperature": 0.5, "frequency_penalty": 1.0, "regex": "a"}  # only the last is not served
     refusal = named(requests.refusal(request(sampling, return_hidden_states=True, lora_id="a"), seeded=False))
-    assert refusal == "frequency_penalty=1, regex, return_hidden_states, lora_id"
+    assert refusal == "regex, return_hidden_states, lora_id"

@@ -134,9 +134,7 @@ def test_ends_inside_a_block(url: str, prompt_ids: dict[str, list[int]], plain: 
 @pytest.mark.parametrize(
     ("name", "body"),
     [
-        ("frequency_penalty", {"sampling_params": {"temperature": 0.7, "frequency_penalty": 0.5}}),
-        ("repetition_penalty", {"sampling_params": {"temperature": 0, "repetition_penalty": 1.3}}),
-        ("min_new_tokens", {"sampling_params": {"temperature": 0, "min_new_tokens": 3}}),
+        ("return_hidden_states", {"sampling_params": {"temperature": 0}, "return_hidden_states": True}),
         ("regex", {"sampling_params": {"temperature": 0, "regex": "[a-z]+"}}),
         ("json_schema", {"sampling_params": {"temperature": 0, "json_schema": '{"type": "object"}'}}),
     ],

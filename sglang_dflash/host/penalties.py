@@ -1,8 +1,8 @@
 """Penalties and min_new_tokens inside a block: row j sees the request's output and the block's tokens up to token j.
 
 What a request has said is kept on the device, so that overlapped scheduling needs no host round trip: a prefill begins
-a request's output, each round's committed tokens are added. The arithmetic and its order are SGLang's (frequency, presence
-and min_new_tokens are added, then repetition scales), and so are the float32 results, bit for bit.
+a request's output, each round's committed tokens are added. The arithmetic and its order are SGLang's (frequency,
+presence and min_new_tokens are added, then repetition scales), and so are the float32 results, bit for bit.
 
 SGLang's own penalizers take one token a step. With overlapped scheduling they take it one step late; here both ways of
 scheduling give what plain decoding gives without overlap (`--disable-overlap-schedule`).

@@ -1,9 +1,10 @@
 """The target's own token after every token of a verified block, chosen as plain decoding chooses it.
 
 A block's rows are the target's logits after the anchor and after each draft. SGLang's sampler takes one row a request;
-here each request's parameters stand for all of its rows. Penalties are in the logits already (`penalties`). Where a request is greedy the token is the argmax; where it
-samples it is a draw from the distribution of plain decoding (temperature, top-k, top-p, min-p, bias), and where SGLang
-seeds its draws (--enable-deterministic-inference) the very same draw: that noise depends on seed and position alone.
+here each request's parameters stand for all of its rows. Penalties are in the logits already (`penalties`). Where a
+request is greedy the token is the argmax; where it samples it is a draw from the distribution of plain decoding
+(temperature, top-k, top-p, min-p, bias), and where SGLang seeds its draws (--enable-deterministic-inference) the very
+same draw: that noise depends on seed and position alone.
 """
 
 from __future__ import annotations

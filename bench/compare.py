@@ -69,7 +69,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--drafter", help="directory of the drafter")
     parser.add_argument("--shapes", help="directory of a target's config.json: random weights, drafter of 5 layers")
     parser.add_argument("--batches", type=_integers, default=[1, 8, 32])
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), help=",".join(KINDS))
     parser.add_argument("--prompts", type=Path, help="data of `sglang-dflash train data`: answer its held-out prompts")
     parser.add_argument("--num-prompts", type=int, default=64, help="held-out prompts, spread over the families")
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -80,6 +80,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--commit", help="of the code, where it is not a git checkout")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
+    if unknown := [kind for kind in args.kinds if kind not in KINDS]:
+        parser.error(f"--kinds: expected some of {', '.join(KINDS)}, got {', '.join(unknown)}")
+    if not args.prompts and args.new_tokens <= FEW_TOKENS:
+        parser.error(f"--new-tokens: expected more than {FEW_TOKENS}, got {args.new_tokens}")
     if bool(args.shapes) == bool(args.target and args.drafter):
         parser.error("expected --target and --drafter, or --shapes")
     if args.prompts and args.shapes:
@@ -160,7 +164,8 @@ def _rounds(answers: list[Answer]) -> int:
 
 
 def _setup(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+    describe = ["git", "describe", "--always", "--dirty"]
+    described = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent)
     commit = args.commit or described.stdout.strip()
     model = json.loads((Path(settings["model_path"]) / "config.json").read_text())
     return {

@@ -47,6 +47,9 @@ class EngineProcess:
         log: file of the engine's output.
         env: environment variables of the engine's processes.
         server_args: arguments of `sglang.Engine`; without a GPU those of the CPU engine are added.
+
+    Construction and calls raise ValueError where the engine's process raised one (its arguments are wrong), and
+    RuntimeError with the log's end where it failed otherwise.
     """
 
     def __init__(self, kind: Kind, log: Path, env: dict[str, str] | None = None, **server_args: Any) -> None:
@@ -108,11 +111,13 @@ class EngineProcess:
             outcome, value = self._connection.recv()
         except EOFError:
             outcome, value = "error", f"the engine ended with exit code {self._process.exitcode}"
-        if outcome == "error":
+        if outcome != "ok":
             # It is ending; nothing of it is left when the error is told.
             self._process.join(20)
             self._process.kill()
             self._process.join(20)
+            if outcome == "mistake":
+                raise ValueError(value)
             tail = "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
             raise RuntimeError(f"{self.kind} engine: {value}\n--- end of {self.log} ---\n{tail}")
         return value
@@ -132,7 +137,9 @@ def _serve(connection: Connection, log: str, env: dict[str, str], server_args: d
     except BaseException as error:
         traceback.print_exc()
         # Whole: a misfit names every problem on a line of its own.
-        connection.send(("error", "".join(traceback.format_exception_only(error)).strip()))
+        mistake = isinstance(error, ValueError)
+        told = str(error) if mistake else "".join(traceback.format_exception_only(error)).strip()
+        connection.send(("mistake" if mistake else "error", told))
         # SGLang would wait for its other processes, which wait for requests.
         for child in multiprocessing.active_children():
             child.kill()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -28,6 +32,17 @@ def get_last_loc(req_to_token: Any, req_pool_indices_tensor: Any, prefix_lens_te
 def no_batch_invariant_kernels(self: Any) -> None:
     """SGLang's kernels for --enable-deterministic-inference are Triton's, and it fails where there is no GPU.
 
-    Without them a product rounds differently for another number of rows, as it does in the CPU engine anyway; seeded
-    draws do not need them.
+    Seeded draws, which SGLang ties to the same flag, do not need them.
     """
+    from sglang.srt.runtime_context import get_exec
+
+    if get_exec().deterministic.enable_deterministic_inference:
+        _warn_of_rounding()
+
+
+@functools.cache
+def _warn_of_rounding() -> None:
+    logger.warning(
+        "--enable-deterministic-inference: draws are seeded, but the CPU engine has no batch-invariant products: an "
+        "answer may depend, by float32's last bits, on the requests beside it."
+    )

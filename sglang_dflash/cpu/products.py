@@ -11,18 +11,18 @@ cores of an AMD EPYC (AVX-512), by number of rows:
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-_library: torch.library.Library | None = None
+_library = torch.library.Library("aten", "IMPL")
 
 
+@functools.cache
 def register() -> None:
     """Let oneDNN compute `aten::mm` of float32 activations and weights in this process."""
-    global _library
-    if _library is not None or not torch.backends.mkldnn.is_available():
-        return
-    _library = torch.library.Library("aten", "IMPL")
-    _library.impl("mm", mm, "CPU", allow_override=True)
+    if torch.backends.mkldnn.is_available():
+        _library.impl("mm", mm, "CPU", allow_override=True)
 
 
 def mm(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:

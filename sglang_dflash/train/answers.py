@@ -85,8 +85,7 @@ def generate(
     the batch's number, so that the call goes on where the other one stopped.
 
     Raises:
-        ValueError: the target cannot be decoded here, or prompt and answer are longer than its context.
-        RuntimeError: out of memory.
+        ValueError: the target cannot be decoded here, prompt and answer are longer than its context, or memory ran out.
     """
     if max_new_tokens < 1 or batch_size < 1:
         raise ValueError(
@@ -113,7 +112,7 @@ def generate(
                 progress(Progress(stage, done, len(order), num_tokens, time.perf_counter() - start))
             yield [Answer(i, text) for i, text in zip(rows, texts)]
     except torch.OutOfMemoryError as error:
-        raise RuntimeError(
+        raise ValueError(
             f"expected memory for batches of {batch_size} with up to {longest} prompt and {max_new_tokens} new tokens, "
             f"got an out-of-memory error; lower batch_size (now {batch_size}) or max_new_tokens (now {max_new_tokens})"
         ) from error

@@ -7,7 +7,6 @@ Run it again after a kill, or with more prompts: what the journal beside the out
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.train import answers, dataset, prompts, selfinstruct
+from sglang_dflash.train import answers, dataset, prompts, selfinstruct, target
 from sglang_dflash.train.answers import Progress
 from sglang_dflash.train.dataset import Example
 from sglang_dflash.train.journal import Journal, key_of
@@ -23,7 +22,6 @@ from sglang_dflash.train.journal import Journal, key_of
 FAMILIES = ("chat", "reasoning", "templates", "user", "code")
 HELDOUT_ONLY = ("code",)
 LOOPED_PERCENT = 5  # of a family's examples, at most, end in a loop
-FINGERPRINT_VALUES = 4096  # of each weight
 
 
 @dataclass(frozen=True)
@@ -107,21 +105,20 @@ def build(
 
     Raises:
         ValueError: an argument is wrong, a package is missing, the target has no chat template or cannot be decoded
-            here, the journal is of another run, or no answer is left.
-        RuntimeError: out of memory; the message says what to lower.
+            here, the journal is of another run, memory runs out, or no answer is left.
     """
     options = Options(
         max_new_tokens, max_prompt_tokens, batch_size, temperature, heldout_percent, seed, template_arguments or {}
     )
     _check(families, prompts_path, options)
-    tokenizer = _load(target_path, "AutoTokenizer")
+    tokenizer = target.load(target_path, "AutoTokenizer")
     selfinstruct.check_template(tokenizer, target_path)
     summary = Summary(Path(out_path))
     rendered: dict[str, _Prompt] = {}
     _render(tokenizer, _gather(tokenizer, families, prompts_path, options, summary), options, summary, rendered)
-    model = _load(target_path, "AutoModelForCausalLM", dtype=dtype).to(device).eval()
+    model = target.load(target_path, "AutoModelForCausalLM", dtype=dtype).to(device).eval()
     identity = {
-        "target": fingerprint(model),
+        "target": target.fingerprint(model),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,
@@ -167,26 +164,6 @@ def _check(families: Mapping[str, int | None], prompts_path: Path | str | None, 
             raise ValueError(f"expected {name} of at least 1, got {getattr(options, name)}; raise it")
     if not 0 <= options.heldout_percent < 100:
         raise ValueError(f"expected heldout_percent of 0 to below 100, got {options.heldout_percent}; correct it")
-
-
-def _load(path: Path | str, kind: str, **options: Any) -> Any:
-    import transformers
-
-    try:
-        return getattr(transformers, kind).from_pretrained(str(path), **options)
-    except OSError as error:
-        raise ValueError(
-            f"expected a target that Transformers loads, got {path} ({error}); correct the path"
-        ) from error
-
-
-def fingerprint(model: Any) -> str:
-    """A name for the weights: the start of each of them, hashed. Another dtype or fine-tune has another."""
-    digest = hashlib.sha256()
-    for name, weight in model.state_dict().items():
-        start = weight.flatten()[:FINGERPRINT_VALUES].contiguous().cpu().view(torch.uint8)
-        digest.update(f"{name}{tuple(weight.shape)}".encode() + start.numpy().tobytes())
-    return digest.hexdigest()[:24]
 
 
 def _gather(

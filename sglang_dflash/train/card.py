@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
-from sglang_dflash import checkpoint
+from sglang_dflash import checkpoint, validation
 from sglang_dflash.drafter_config import DrafterConfig, read_config
 from sglang_dflash.train import run_record
 from sglang_dflash.train.evaluate import Acceptance, EngineEvaluation, Evaluation
@@ -186,7 +186,7 @@ def model_card(
     try:
         checked = Facts.model_validate(facts)
     except ValidationError as error:
-        raise _refusal([*run_record.problems(error), *problems]) from None
+        raise _refusal([*validation.problems(error), *problems]) from None
     for name in checked.evaluations.keys() - evaluations.keys():
         problems.append(f"evaluations.{name}: expected its file, got none; give it with --evaluation")
     if problems:

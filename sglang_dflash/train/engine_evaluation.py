@@ -60,7 +60,6 @@ def main(args: argparse.Namespace) -> int:
         with errors.status(f"Answering {len(chosen)} prompts (starts an engine)"):
             answers = _answers(chosen, args)
     except RuntimeError as error:
-        _raise_if_mistake(error)
         # The engine's failure with its log's path and end.
         errors.print(str(error), style="red", markup=False, highlight=False)
         return 1
@@ -117,14 +116,6 @@ def _server_args(examples: Sequence[dataset.Example], args: argparse.Namespace) 
     }
     # FlashAttention 3, SGLang's choice on Hopper, has no float32.
     return arguments | ({"attention_backend": "triton"} if dtype == "float32" and not bootstrap.wanted() else {})
-
-
-def _raise_if_mistake(error: RuntimeError) -> None:
-    """Raise ValueError with what the engine said, where it refused its arguments; its log's end is left out."""
-    said, _, _ = str(error).partition("\n--- end of ")
-    _, found, refusal = said.partition(" engine: ValueError: ")
-    if found:
-        raise ValueError(refusal) from error
 
 
 def _by_family(evaluation: evaluate.EngineEvaluation) -> Table:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from sglang_dflash import validation
 from sglang_dflash.offline import Answer
 
 CONFIDENCE = 0.95
@@ -82,8 +83,8 @@ class Evaluation:
         try:
             return TypeAdapter(cls).validate_json(text, strict=True)
         except ValidationError as error:
-            problems = [f"{'.'.join(map(str, e['loc'])) or 'the text'}: {e['msg']}" for e in error.errors()]
-            raise ValueError(f"expected an {cls.__name__} as JSON, got: {'; '.join(problems)}") from None
+            found = "; ".join(validation.problems(error))
+            raise ValueError(f"expected an {cls.__name__} as JSON, got: {found}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

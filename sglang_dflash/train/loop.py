@@ -7,6 +7,7 @@ taken up from a saved state goes on as it would have.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -18,12 +19,13 @@ from typing import Any
 import torch
 
 from sglang_dflash import __version__, checkpoint, drafter_config
+from sglang_dflash.drafter_config import DrafterConfig
 from sglang_dflash.train import blocks, dataset, evaluate, loss, optimizer, run_record, state
 from sglang_dflash.train.evaluate import Evaluation
 from sglang_dflash.train.model import BlockDrafter
 from sglang_dflash.train.run_record import RunRecord
 from sglang_dflash.train.settings import Settings
-from sglang_dflash.train.target import FeatureCache, FrozenTarget
+from sglang_dflash.train.target import FeatureCache, FrozenTarget, fingerprint
 
 METRICS = "metrics.jsonl"
 STATES = "states"
@@ -53,22 +55,13 @@ class Trainer:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.dtype = getattr(torch, settings.compute_dtype)
-        target = json.loads((settings.target / "config.json").read_text())
-        self.config = drafter_config.config_for_target(
-            target, settings.num_layers, settings.block_size, settings.mask_token_id, settings.target_layer_ids
-        )
-        if settings.intermediate_size is not None:
-            self.config = dataclasses.replace(self.config, intermediate_size=settings.intermediate_size)
-        if settings.mask_token_id >= self.config.vocab_size:
-            raise ValueError(
-                f"mask_token_id: expected an id below the target's vocabulary of {self.config.vocab_size}, got "
-                f"{settings.mask_token_id}; take a special token that texts never hold"
-            )
+        self.config = _drafter_config(settings)
         self.target = FrozenTarget(settings.target, self.config.target_layer_ids, self.dtype, device)
         torch.manual_seed(settings.seed)
         self.drafter = initialise(BlockDrafter(self.config)).to(device)
         self.drafter.compiled = device.type == "cuda"
         self.examples = dataset.read(settings.data)
+        self.data_sha256 = hashlib.sha256(settings.data.read_bytes()).hexdigest()
         train, self.heldout = self._batches("train"), self._batches("heldout")
         if train is None:
             raise ValueError(f"{settings.data}: expected examples of the split train, got none; make data first")
@@ -82,7 +75,15 @@ class Trainer:
         chosen = self.settings
         # On a GPU one width: every other one would compile the drafter again.
         sizes = (chosen.batch_sequences, chosen.max_tokens, chosen.seed)
-        return dataset.Batches(of_split, *sizes, one_width=self.device.type == "cuda") if of_split else None
+        if not of_split:
+            return None
+        batches = dataset.Batches(of_split, *sizes, one_width=self.device.type == "cuda")
+        if batches.largest_id >= self.config.vocab_size:
+            raise ValueError(
+                f"{chosen.data}: expected token ids below the target's vocabulary of {self.config.vocab_size}, got "
+                f"{batches.largest_id}; make the data with this target"
+            )
+        return batches
 
     def run(self, show: Callable[[Progress], None] = lambda progress: None, command: str = "Trainer.run") -> Path:
         """Train to the end, from the newest state if there is one; the drafter's directory, in the z-lab form.
@@ -108,13 +109,18 @@ class Trainer:
         return self.export()
 
     def resume(self) -> None:
-        """Take up the newest state of the output directory, if there is one."""
-        saved = state.load(self.settings.output / STATES, self.device)
+        """Take up the newest state of the output directory; where there is none, forget what another run left there."""
+        output = self.settings.output
+        saved = state.load(output / STATES, self.device)
         if saved is None:
+            for name in (METRICS, EVALUATION, run_record.FILE):
+                (output / name).unlink(missing_ok=True)
             return
-        if saved["settings"] != self._identity():
+        before, now = saved["settings"], self._identity()
+        if different := [name for name in now if before.get(name) != now[name]]:
+            was = ", ".join(f"{name} {before.get(name)!r}, not {now[name]!r}" for name in different)
             raise ValueError(
-                f"{self.settings.output}: expected a run of the same settings, got one of others; use another output "
+                f"{output}: expected a run of the same settings, data and target, got one of {was}; use another output "
                 "directory or remove this one"
             )
         self.drafter.load_state_dict(saved["drafter"])
@@ -244,8 +250,27 @@ class Trainer:
         show(progress)
 
     def _identity(self) -> dict[str, Any]:
-        """The settings that decide what a step does."""
-        return self.settings.model_dump(mode="json", exclude={"log_every", "evaluate_every", "checkpoint_every"})
+        """What decides what a step does: settings, data and target."""
+        settings = self.settings.model_dump(mode="json", exclude={"log_every", "evaluate_every", "checkpoint_every"})
+        return settings | {"data_sha256": self.data_sha256, "target_weights": fingerprint(self.target.model)}
+
+
+def _drafter_config(settings: Settings) -> DrafterConfig:
+    file = settings.target / "config.json"
+    if not file.is_file():
+        raise ValueError(f"target: expected a folder with config.json, got {settings.target}; correct the path")
+    chosen = (settings.num_layers, settings.block_size, settings.mask_token_id, settings.target_layer_ids)
+    try:
+        config = drafter_config.config_for_target(json.loads(file.read_text()), *chosen)
+    except KeyError as error:
+        raise ValueError(f"{file}: expected the key {error}, got none; train for a Llama or Qwen3 target") from error
+    if settings.mask_token_id >= config.vocab_size:
+        raise ValueError(
+            f"mask_token_id: expected an id below the target's vocabulary of {config.vocab_size}, got "
+            f"{settings.mask_token_id}; take a special token that texts never hold"
+        )
+    size = settings.intermediate_size
+    return config if size is None else dataclasses.replace(config, intermediate_size=size)
 
 
 def initialise(drafter: BlockDrafter, std: float = 0.02) -> BlockDrafter:

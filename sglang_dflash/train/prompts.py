@@ -48,7 +48,7 @@ def render(tokenizer: Any, messages: Messages, template_arguments: Mapping[str, 
     """Token ids of a conversation up to where the answer begins, as a server would make them.
 
     Raises:
-        ValueError: the chat template refuses the conversation.
+        ValueError: the chat template refuses the conversation, or its text has no UTF-8.
     """
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_arguments)
@@ -57,6 +57,7 @@ def render(tokenizer: Any, messages: Messages, template_arguments: Mapping[str, 
         raise ValueError(
             f"expected a conversation that the target's chat template takes, got the roles {roles} ({error}); change it"
         ) from error
+    text.encode()  # Raises ValueError where half a surrogate pair stands in it: a tokenizer would raise TypeError.
     return tokenizer(text, add_special_tokens=False).input_ids
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from sglang_dflash import validation
 from sglang_dflash.train.evaluate import Evaluation
 
 _DPI = 120
@@ -47,8 +48,8 @@ def read_metrics(file: str | Path) -> dict[str, list[Row]]:
         try:
             row = Row.model_validate_json(line)
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'line'}: {e['msg']}" for e in error.errors())
-            raise ValueError(f"{path}, line {number}: expected a row of metrics, got {problems}; remove it") from None
+            found = "; ".join(validation.problems(error))
+            raise ValueError(f"{path}, line {number}: expected a row of metrics, got: {found}") from None
         rows.setdefault(row.split, {})[row.step] = row
     if not rows:
         raise ValueError(f"{path}: expected at least one row, got none; train for at least `log_every` steps")
@@ -104,13 +105,20 @@ def plot_acceptance(evaluation: Evaluation, image: str | Path, title: str) -> Pa
 
 def _figure(width: float, height: float) -> Any:
     """A figure of `width` x `height` inches. Made without pyplot, so it keeps no state and is drawn by Agg."""
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def check_matplotlib() -> None:
+    """Raise ValueError where it is missing."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ValueError(
             f"expected matplotlib installed to draw plots, got: {error}; run: pip install 'sglang-dflash[train]'"
         ) from error
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _save(figure: Any, image: str | Path, title: str) -> Path:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from sglang_dflash import validation
 from sglang_dflash.train.settings import Settings
 
 FILE = "run.json"
@@ -65,24 +66,4 @@ class RunRecord(Record):
         try:
             return cls.model_validate_json(file.read_bytes())
         except ValidationError as error:
-            raise ValueError(f"{file}:\n  - " + "\n  - ".join(problems(error))) from None
-
-
-def problems(error: ValidationError) -> list[str]:
-    """A line for every problem: the key, what it expected, what it got and what to do."""
-    lines = []
-    for detail in error.errors():
-        key = ".".join(map(str, detail["loc"])) or "the file"
-        match detail["type"]:
-            case "missing":
-                lines.append(f"{key}: expected a value, got none; add it")
-            case "extra_forbidden":
-                lines.append(f"{key}: expected a known key, got an unknown one; remove it or correct its spelling")
-            case "json_invalid":
-                lines.append(f"{key}: expected JSON, got {detail['ctx']['error']}; train to the end anew")
-            case "value_error":
-                lines.append(f"{key}: {detail['ctx']['error']}")
-            case _:
-                expected = detail["msg"].removeprefix("Input should be ").removeprefix("Value should have ")
-                lines.append(f"{key}: expected {expected}, got {detail['input']!r}; correct it")
-    return lines
+            raise ValueError(f"{file}:\n  - " + "\n  - ".join(validation.problems(error))) from None

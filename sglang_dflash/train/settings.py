@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
+
+from sglang_dflash import validation
+
+
+def _ascending(taps: tuple[int, ...]) -> tuple[int, ...]:
+    """A server hands the features out in the order of the layers."""
+    if not taps or list(taps) != sorted(set(taps)):
+        raise ValueError(f"expected layers that ascend, got {list(taps)}; sort them")
+    return taps
 
 
 class Settings(pydantic.BaseModel):
@@ -25,8 +34,9 @@ class Settings(pydantic.BaseModel):
     num_layers: int = pydantic.Field(5, ge=1)
     block_size: int = pydantic.Field(16, ge=2, le=64)
     mask_token_id: int = pydantic.Field(ge=0)
-    target_layer_ids: tuple[int, ...] | None = None  # None: spread over the target, the paper's formula
-    intermediate_size: int | None = None  # None: the target's
+    # None: spread over the target, the paper's formula.
+    target_layer_ids: Annotated[tuple[int, ...], pydantic.AfterValidator(_ascending)] | None = None
+    intermediate_size: int | None = pydantic.Field(None, ge=1)  # None: the target's
     # The batch.
     max_tokens: int = pydantic.Field(512, ge=64)  # of a sequence, prompt included; longer ones are cut
     batch_sequences: int = pydantic.Field(32, ge=1)
@@ -68,7 +78,6 @@ def load(file: Path | None, overrides: dict[str, Any]) -> Settings:
         if not isinstance(values, dict):
             raise ValueError(f"{file}: expected a YAML mapping of settings, got {type(values).__name__}")
     try:
-        return Settings(**{**values, **overrides})
+        return Settings.model_validate({**values, **overrides})
     except pydantic.ValidationError as error:
-        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e.get('input')!r})" for e in error.errors()]
-        raise ValueError(f"{file or 'the flags'}: {'; '.join(problems)}") from error
+        raise ValueError(f"{file or 'the flags'}:\n  - " + "\n  - ".join(validation.problems(error))) from error

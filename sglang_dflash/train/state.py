@@ -1,9 +1,10 @@
-"""A training run's state on disk: written whole or not at all, the newest readable one taken up again."""
+"""A training run's state on disk: written whole or not at all, the newest one taken up again."""
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:07d}.pt"
     scratch = path.with_suffix(".tmp")
-    torch.save({"step": step, **state}, scratch)
+    with scratch.open("wb") as file:
+        torch.save({"step": step, **state}, file)
+        file.flush()
+        os.fsync(file.fileno())
     scratch.replace(path)
     for old in _all(folder)[:-KEPT]:
         old.unlink()
@@ -26,14 +30,17 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def load(folder: Path, device: torch.device) -> dict[str, Any] | None:
-    """The newest state, None where there is none."""
-    newest = _all(folder)
-    return torch.load(newest[-1], map_location=device, weights_only=True) if newest else None
-
-
-def clear(folder: Path) -> None:
-    """Remove a finished run's states."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """The newest state, None where there is none. Raises ValueError where it cannot be read."""
+    found = _all(folder)
+    if not found:
+        return None
+    try:
+        return torch.load(found[-1], map_location=device, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{found[-1]}: expected a training run's state, got a damaged file; delete it, and the run goes on from "
+            "the one before"
+        ) from error
 
 
 def _all(folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,28 @@ import torch
 from sglang_dflash.train.dataset import Batch, Batches
 
 GIGABYTE = 1e9
+FINGERPRINT_VALUES = 4096  # of each weight
+
+
+def load(path: Path | str, kind: str, **options: Any) -> Any:
+    """What Transformers' class `kind` loads of a target. Raises ValueError where it cannot."""
+    import transformers
+
+    try:
+        return getattr(transformers, kind).from_pretrained(str(path), **options)
+    except OSError as error:
+        raise ValueError(
+            f"expected a target that Transformers loads, got {path} ({error}); correct the path"
+        ) from error
+
+
+def fingerprint(model: Any) -> str:
+    """A name for the weights: the start of each of them, hashed. Another dtype or fine-tune has another."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        start = weight.flatten()[:FINGERPRINT_VALUES].contiguous().cpu().view(torch.uint8)
+        digest.update(f"{name}{tuple(weight.shape)}".encode() + start.numpy().tobytes())
+    return digest.hexdigest()[:24]
 
 
 class FrozenTarget:
@@ -22,10 +44,8 @@ class FrozenTarget:
     """
 
     def __init__(self, path: Path, taps: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.config: dict[str, Any] = json.loads((path / "config.json").read_text())
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval().requires_grad_(False)
+        model = load(path, "AutoModelForCausalLM", dtype=dtype)
+        self.model = model.to(device).eval().requires_grad_(False)
         self.taps = taps
         last = self.model.config.num_hidden_layers - 2
         if not taps or not all(0 <= tap <= last for tap in taps):

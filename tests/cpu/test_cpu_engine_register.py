@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
-from sglang_dflash.cpu import bootstrap, engine_arguments
+from sglang_dflash.cpu import bootstrap, engine_arguments, hooks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang runs on the GPU here")
 
@@ -52,3 +53,19 @@ def test_whole_pages_are_allocated_after_the_right_slot():
 
 def test_nothing_is_registered_without_the_cpu_engine():
     assert run("import sys; from sglang_dflash import cpu; cpu.register(); print('sglang' in sys.modules)") == "False"
+
+
+def test_batch_invariance_that_is_asked_for_and_not_had_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    deterministic = types.SimpleNamespace(enable_deterministic_inference=False)
+    context = types.SimpleNamespace(get_exec=lambda: types.SimpleNamespace(deterministic=deterministic))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    hooks._warn_of_rounding.cache_clear()
+    hooks.no_batch_invariant_kernels(None)
+    assert not caplog.records
+    deterministic.enable_deterministic_inference = True
+    for _ in range(2):  # target and drafter
+        hooks.no_batch_invariant_kernels(None)
+    [record] = caplog.records
+    assert "no batch-invariant products" in record.message

@@ -218,7 +218,7 @@ def test_out_of_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> No
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(static_decode.Decoder, "prefill", fail)
-    with pytest.raises(RuntimeError, match=r"lower batch_size \(now 2\) or max_new_tokens \(now 9\)"):
+    with pytest.raises(ValueError, match=r"lower batch_size \(now 2\) or max_new_tokens \(now 9\)"):
         list(answers.generate(make_target("llama"), [[1], [2]], max_new_tokens=9, batch_size=8, stop_ids=set()))
 
 

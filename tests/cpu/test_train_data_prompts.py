@@ -129,6 +129,19 @@ def test_what_the_template_refuses_is_a_broken_line(tmp_path: Path) -> None:
     assert found.problems == ["line 3: no system role"]
 
 
+def test_text_without_utf8_is_a_broken_line(tmp_path: Path) -> None:
+    """JSON can hold half a surrogate pair; a fast tokenizer raises TypeError there."""
+
+    def tokenizer(text: str, add_special_tokens: bool) -> Any:
+        raise TypeError("TextEncodeInput")
+
+    vars(tokenizer)["apply_chat_template"] = lambda messages, **options: messages[0]["content"]
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "half: \\ud800"}')
+    with pytest.raises(ValueError, match=r"no good line \(line 1: .*surrogates not allowed"):
+        prompts.from_jsonl(path, lambda messages: prompts.render(tokenizer, messages, {}))
+
+
 def test_a_file_without_a_good_line_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     with pytest.raises(ValueError, match="no such file"):

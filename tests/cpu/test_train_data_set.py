@@ -16,7 +16,7 @@ from sglang_dflash.train.dataset import Batches, Example
 
 def make_examples(count: int, longest: int = 300) -> list[Example]:
     """Example i has the prompt [i + 1] and an answer of some length; its tokens tell its number."""
-    return [Example("f", "train", [i + 1], [i + 1] * (1 + (i * 37) % longest)) for i in range(count)]
+    return [Example("f", "train", [i + 1], [i + 1] * (2 + (i * 37) % (longest - 1))) for i in range(count)]
 
 
 def numbers(batches: Batches, steps: range) -> list[int]:
@@ -85,23 +85,24 @@ def test_split_is_stable_and_of_the_asked_size() -> None:
 
 
 def test_batches_hold_the_examples_padded() -> None:
-    examples = [Example("f", "train", [7, 8], [9] * 70), Example("f", "train", [5], [6])]
+    examples = [Example("f", "train", [7, 8], [9] * 70), Example("f", "train", [5], [6, 6])]
     batch = Batches(examples, 2, 128, seed=0).batch(0)
     assert batch.ids_BS.shape == (2, 128)
     assert batch.ids_BS.dtype == batch.lengths_B.dtype == batch.num_prompt_B.dtype == torch.int64
-    assert batch.lengths_B.tolist() == [2, 72]
+    assert batch.lengths_B.tolist() == [3, 72]
     assert batch.num_prompt_B.tolist() == [1, 2]
-    assert batch.ids_BS[0].tolist() == [5, 6] + [0] * 126
+    assert batch.ids_BS[0].tolist() == [5, 6, 6] + [0] * 125
     assert batch.ids_BS[1].tolist() == [7, 8] + [9] * 70 + [0] * 56
 
 
-def test_long_sequences_are_cut_and_long_prompts_left_out() -> None:
-    examples = [Example("f", "train", [1] * 63, [2, 3]), Example("f", "train", [4] * 64, [5])]
+def test_long_sequences_are_cut_and_those_without_a_block_left_out() -> None:
+    without = [Example("f", "heldout", [4] * 63, [5, 6]), Example("f", "heldout", [4], [5])]
+    examples = [Example("f", "heldout", [1] * 62, [2, 3, 4]), *without]
     batches = Batches(examples, 1, 64, seed=0)
     assert batches.num_examples == 1
-    assert batches.batch(0).ids_BS.tolist() == [[1] * 63 + [2]]
+    assert batches.batch(0).ids_BS.tolist() == [[1] * 62 + [2, 3]]
     assert batches.batch(0).lengths_B.tolist() == [64]
-    with pytest.raises(ValueError, match="shorter than max_tokens 64"):
+    with pytest.raises(ValueError, match=r"of the split heldout .* within max_tokens 64, got none among 2"):
         Batches(examples[1:], 1, 64, seed=0)
     with pytest.raises(ValueError, match="multiple of 64"):
         Batches(examples, 1, 100, seed=0)
@@ -150,6 +151,6 @@ def test_lines_are_json_objects(tmp_path: Path) -> None:
         "family": "f",
         "split": "train",
         "prompt_ids": [1],
-        "answer_ids": [1],
+        "answer_ids": [1, 1],
         "looped": False,
     }

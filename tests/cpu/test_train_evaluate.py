@@ -203,7 +203,7 @@ def test_json_and_back():
     raw["families"]["chat"]["lenght"] = 3.4
     with pytest.raises(ValueError, match=r"overall.length: .*families.chat.lenght: "):
         Evaluation.from_json(json.dumps(raw))
-    with pytest.raises(ValueError, match="expected an Evaluation as JSON, got: the text: Invalid JSON"):
+    with pytest.raises(ValueError, match="expected an Evaluation as JSON, got: the file: expected JSON, got EOF"):
         Evaluation.from_json("{")
 
 

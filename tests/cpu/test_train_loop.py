@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from sglang_dflash.reference import drafter as reference
 from sglang_dflash.train import blocks, dataset, estimate, evaluate, loop, model, optimizer, run_record, state
 from sglang_dflash.train.model import BlockDrafter
 from sglang_dflash.train.settings import Settings, load
-from sglang_dflash.train.target import FrozenTarget
+from sglang_dflash.train.target import FeatureCache, FrozenTarget
 
 VOCAB, HIDDEN, MASK = 64, 32, 63
 CPU = torch.device("cpu")
@@ -152,10 +153,26 @@ def test_a_killed_run_goes_on_as_it_would_have(
         torch.testing.assert_close(again.drafter.state_dict()[name], weight, msg=name)
 
 
-def test_a_run_of_other_settings_is_not_taken_up(target: Path, data: Path, tmp_path: Path) -> None:
-    loop.Trainer(settings(target, data, tmp_path), CPU).run()
-    with pytest.raises(ValueError, match="same settings"):
-        loop.Trainer(settings(target, data, tmp_path, learning_rate=1.0), CPU).run()
+def test_a_run_of_other_settings_or_data_is_not_taken_up(target: Path, data: Path, tmp_path: Path) -> None:
+    mine, output = tmp_path / "data.jsonl", tmp_path / "run"
+    shutil.copyfile(data, mine)
+    loop.Trainer(settings(target, mine, output), CPU).run()
+    with pytest.raises(ValueError, match=r"got one of learning_rate 0\.003, not 1\.0; use another"):
+        loop.Trainer(settings(target, mine, output, learning_rate=1.0), CPU).run()
+    dataset.write(mine, dataset.read(data)[:5])
+    with pytest.raises(ValueError, match="got one of data_sha256"):
+        loop.Trainer(settings(target, mine, output), CPU).run()
+
+
+def test_a_run_without_a_state_leaves_nothing_of_the_one_before(target: Path, data: Path, tmp_path: Path) -> None:
+    for name in (loop.METRICS, loop.EVALUATION, run_record.FILE):
+        (tmp_path / name).write_text("another run's")
+    examples = [example for example in dataset.read(data) if example.split == "train"]
+    dataset.write(tmp_path / "data.jsonl", examples)
+    trainer = loop.Trainer(settings(target, tmp_path / "data.jsonl", tmp_path, steps=1), CPU)
+    trainer.resume()
+    assert not list(tmp_path.glob("*.json"))
+    assert not (tmp_path / loop.METRICS).exists()
 
 
 def test_a_torn_state_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +184,10 @@ def test_a_torn_state_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert loaded is not None
     assert (loaded["step"], int(loaded["value"])) == (3, 3)
     assert state.load(tmp_path / "nothing", CPU) is None
+    newest = tmp_path / "step-0000003.pt"
+    newest.write_bytes(newest.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"step-0000003\.pt: .* damaged file; delete it"):
+        state.load(tmp_path, CPU)
 
 
 def test_learning_rate_warms_up_and_falls_to_zero(target: Path, data: Path, tmp_path: Path) -> None:
@@ -186,7 +207,23 @@ def test_errors_say_what_to_change(target: Path, data: Path, tmp_path: Path) -> 
     dataset.write(only_heldout, [dataset.Example("x", "heldout", [1], [2, 3])])
     with pytest.raises(ValueError, match="split train"):
         loop.Trainer(settings(target, only_heldout, tmp_path), CPU)
+    foreign = tmp_path / "foreign.jsonl"
+    dataset.write(foreign, [*dataset.read(data), dataset.Example("x", "heldout", [1], [2, VOCAB])])
+    with pytest.raises(ValueError, match=f"token ids below the target's vocabulary of {VOCAB}, got {VOCAB}"):
+        loop.Trainer(settings(target, foreign, tmp_path), CPU)
+    for path, text in ((tmp_path / "no", None), (tmp_path / "weights", (target / "config.json").read_text())):
+        if text is not None:
+            path.mkdir()
+            (path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"target: expected a folder|a target that Transformers loads"):
+            loop.Trainer(settings(path, data, tmp_path), CPU)
+    for taps in ((4, 2, 1), (1, 1), ()):
+        with pytest.raises(ValueError, match="layers that ascend"):
+            settings(target, data, tmp_path, target_layer_ids=taps)
     file = tmp_path / "train.yaml"
+    file.write_text("1: 2\n")
+    with pytest.raises(ValueError, match=r"train.yaml:\n"):
+        load(file, {})
     file.write_text("target: a\ndata: b\noutput: c\nmask_token_id: 1\nlearning_rat: 0.1\nsteps: 0\n")
     with pytest.raises(ValueError, match=r"learning_rat.*|steps.*") as error:
         load(file, {})
@@ -226,6 +263,27 @@ def test_cached_features_train_the_same(target: Path, data: Path, tmp_path: Path
         drafters.append(trainer.drafter.state_dict())
     for name, weight in drafters[0].items():
         torch.testing.assert_close(drafters[1][name], weight, msg=name)
+
+
+def test_features_without_room_are_refused(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven sequences of 70 tokens, three taps of 32 features in float32: 188,160 bytes."""
+    trainer = loop.Trainer(settings(target, data, tmp_path), CPU)
+
+    class Room(Exception):
+        pass
+
+    def computed(*args: Any, **kwargs: Any) -> None:
+        raise Room
+
+    monkeypatch.setattr(torch, "empty", computed)
+    arguments = (trainer.target, trainer.batches, torch.float32, torch.device("cuda"))
+    for free, expected in ((188_160, Room), (188_159, ValueError)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        with pytest.raises(expected) as refused:
+            FeatureCache(*arguments)
+    assert "free for 490 tokens" in str(refused.value)
 
 
 def test_evaluation_counts_every_heldout_sequence_once(target: Path, data: Path, tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ class EngineProcess:
         env: environment variables of the engine's processes.
         server_args: arguments of `sglang.Engine`; without a GPU those of the CPU engine are added.
 
-    Construction and calls raise ValueError where the engine's process raised one (its arguments are wrong), and
-    RuntimeError with the log's end where it failed otherwise.
+    Construction and calls raise ValueError where the engine raised one (its arguments are wrong, or it refuses the
+    request, and goes on), and RuntimeError with the log's end where it failed otherwise.
     """
 
     def __init__(self, kind: Kind, log: Path, env: dict[str, str] | None = None, **server_args: Any) -> None:
@@ -66,7 +66,11 @@ class EngineProcess:
         self._process = context.Process(target=_serve, args=(remote, str(log), environment, server_args))
         self._process.start()
         remote.close()
-        self._receive()
+        try:
+            self._receive()
+        except ValueError:
+            self._end()
+            raise
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -111,16 +115,19 @@ class EngineProcess:
             outcome, value = self._connection.recv()
         except EOFError:
             outcome, value = "error", f"the engine ended with exit code {self._process.exitcode}"
+        if outcome == "mistake":
+            raise ValueError(value)
         if outcome != "ok":
-            # It is ending; nothing of it is left when the error is told.
-            self._process.join(20)
-            self._process.kill()
-            self._process.join(20)
-            if outcome == "mistake":
-                raise ValueError(value)
+            self._end()
             tail = "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
             raise RuntimeError(f"{self.kind} engine: {value}\n--- end of {self.log} ---\n{tail}")
         return value
+
+    def _end(self) -> None:
+        """Of an engine that failed nothing is left when its failure is told."""
+        self._process.join(20)
+        self._process.kill()
+        self._process.join(20)
 
 
 def _serve(connection: Connection, log: str, env: dict[str, str], server_args: dict[str, Any]) -> None:
@@ -132,7 +139,10 @@ def _serve(connection: Connection, log: str, env: dict[str, str], server_args: d
         engine = _start(server_args)
         connection.send(("ok", None))
         while (request := connection.recv()) is not None:
-            connection.send(("ok", _answer(engine, *request)))
+            try:
+                connection.send(("ok", _answer(engine, *request)))
+            except ValueError as refusal:
+                connection.send(("mistake", str(refusal)))
         engine.shutdown()
     except BaseException as error:
         traceback.print_exc()

@@ -46,7 +46,7 @@ def choose(
 def for_rows(info: Any, width: int) -> Any:
     """`info` with every request's parameters repeated for the `width` rows of its block."""
     values = {name: getattr(info, name) for name in _PER_REQUEST}
-    repeated = {name: v if v is None else v.repeat_interleave(width, dim=0) for name, v in values.items()}
+    repeated = {name: v.repeat_interleave(width, dim=0) for name, v in values.items() if v is not None}
     # Penalties and bias stand in the logits already; the rest is state of requests that `requests.refusal` refuses.
     done = dict.fromkeys(("acc_additive_penalties", "acc_scaling_penalties", "logit_bias", "penalizer_orchestrator"))
     return dataclasses.replace(info, **repeated, **done)

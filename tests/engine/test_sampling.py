@@ -103,12 +103,14 @@ def test_seeded_answers_equal_plain_decoding(
             ignore_eos=True,
             **OPTIONS[7],
         )
-        with pytest.raises((RuntimeError, ValueError), match="cannot serve min_p with --enable-determ"):
+        with pytest.raises(ValueError, match="cannot serve min_p with --enable-deterministic-inference"):
             started.generate([prompts["sampled-0"]], max_new_tokens=4, temperature=1.0, min_p=0.2)
+        after, _ = started.generate([prompts["sampled-3"]], rids=["sampled-3@after"], max_new_tokens=4)
     for (rid, expected), options in zip(sampled.items(), OPTIONS):
         assert got[rid].token_ids == expected.token_ids, options
         for field in LOGPROB_FIELDS:
             assert_close(got[rid].meta[field], expected.meta[field], f"{field} of {options}")
+    assert after[0].token_ids == sampled["sampled-3"].token_ids[:4], "the server lives"
     assert alone[0].token_ids == sampled["sampled-7"].token_ids, "whoever shares the batch"
     accepted = {length for answer in got.values() for length, count in enumerate(answer.accepted_histogram) if count}
     assert len(accepted) > 8, f"accepted lengths of all kinds occur: {accepted}"

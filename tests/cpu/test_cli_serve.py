@@ -89,7 +89,7 @@ def test_our_worker_serves_with_the_recipes_flags_and_the_users(server: str) -> 
     info = call(f"{server}/server_info")
     assert info["internal_states"][0]["speculative_worker"] == f"sglang_dflash.worker.DFlashWorker {__version__}"
     assert info["dtype"] == "float32"
-    assert info["speculative_num_draft_tokens"] == 16
+    assert info["speculative_num_draft_tokens"] == 8
     assert info["max_running_requests"] == 4
 
 

@@ -36,6 +36,7 @@ from sglang.srt.speculative.spec_utils import (
 
 import sglang_dflash_kernels as kernels
 from sglang_dflash import __version__, config
+from sglang_dflash.accept.alarm import AcceptanceAlarm
 from sglang_dflash.accept.forced import ForcedAcceptor
 from sglang_dflash.accept.match import MatchAcceptor
 from sglang_dflash.buffers import Buffers
@@ -64,6 +65,7 @@ class DFlashWorker(BaseSpecWorker):
         self.target = TargetModel(target_worker)
         self.drafter = DraftModel(server_args, gpu_id, nccl_port, self.target, self.block_size)
         self.policy = FixedWidth(self.block_size)
+        self.alarm = AcceptanceAlarm()
         self._mask_token_id = arguments.mask_token_id(server_args)
 
     # -- what SGLang reads of a speculative worker ---------------------------------------------------------------
@@ -86,6 +88,10 @@ class DFlashWorker(BaseSpecWorker):
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         return [("draft", self.drafter.runner)]
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """SGLang tells what a round accepted, once the host knows it."""
+        self.alarm.observe(num_correct_drafts_per_req)
 
     # -- start, in SGLang's order --------------------------------------------------------------------------------
 

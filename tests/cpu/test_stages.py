@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import sglang_dflash_kernels as kernels
+from sglang_dflash.accept.alarm import AcceptanceAlarm
 from sglang_dflash.accept.forced import FIXED_TOKEN_ID, ForcedAcceptor
 from sglang_dflash.accept.match import MatchAcceptor
 from sglang_dflash.buffers import Buffers
@@ -331,3 +332,26 @@ def test_no_features_leave_the_caches_alone() -> None:
     none = torch.empty(0, dtype=torch.int64)
     FeatureInjector(OPS, layers).inject(torch.empty(0, FEATURES), none, none, None)
     assert all(cache.isnan().all() for cache in layers.caches.key_caches)
+
+
+# -- alarm ------------------------------------------------------------------------------------------------------------
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, rounds: list[list[int]]) -> list[str]:
+    caplog.clear()
+    alarm = AcceptanceAlarm(num_blocks=100)
+    for accepted in rounds:
+        alarm.observe(accepted)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_the_alarm_warns_once_where_nearly_nothing_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    nothing, few, one = [0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1]
+    (warning,) = warnings_of(caplog, [nothing] * 24 + [few] + [nothing] * 200)
+    assert "Of the last 100 blocks the target accepted 0.010 drafts a block" in warning
+    assert "target_layer_ids" in warning
+    assert warnings_of(caplog, [nothing] * 24) == [], "too few blocks to judge"
+    # 0.05 of a draft a block is enough, and what a fit drafter accepts later does not hide an earlier window.
+    assert warnings_of(caplog, ([nothing] * 4 + [few]) * 100) == []
+    assert len(warnings_of(caplog, [one] * 25 + [nothing] * 25 + [one] * 25)) == 1
+    assert warnings_of(caplog, ([one] * 13 + [nothing] * 12) * 4) == []

@@ -319,9 +319,9 @@ def scheduler_side(target: str, drafter: str) -> None:
         created(server_args=args)
     options = ("return_logprob", "return_hidden_states", "return_sampling_mask", "custom_logit_processor")
     plain = dict.fromkeys((*options, "lora_id", "positional_embed_overrides"))
-    greedy, sampled = SamplingParams(temperature=0), SamplingParams(temperature=0, presence_penalty=0.5)
+    greedy, constrained = SamplingParams(temperature=0), SamplingParams(temperature=0, regex="a")
     assert scheduler.validate_dflash_request(SimpleNamespace(**plain, sampling_params=greedy), True) is None
-    print("refused", scheduler.validate_dflash_request(SimpleNamespace(**plain, sampling_params=sampled), True))
+    print("refused", scheduler.validate_dflash_request(SimpleNamespace(**plain, sampling_params=constrained), True))
     controller = SimpleNamespace(
         scheduler=SimpleNamespace(spec_algorithm=SimpleNamespace(is_none=lambda: False, is_dspark=lambda: False)),
         _average_accept_length=lambda: 2.5,
@@ -339,7 +339,7 @@ def test_requests_are_checked_and_the_server_tells_its_worker(run: Run, models: 
     outcome = run(scheduler_side, *models, strict=True)
     assert outcome.code == 0, outcome.log
     [refused] = outcome.lines("refused")
-    assert "cannot serve presence_penalty=0.5" in refused
+    assert "cannot serve regex" in refused
     [state] = outcome.lines("state {")
     assert "'avg_spec_accept_length': 2.5, 'speculative_worker': 'sglang_dflash.worker.DFlashWorker " in state
 

@@ -42,16 +42,14 @@ class Penalties:
 
         The prefill samples with SGLang's own penalizers, which know nothing of what a retracted request has said.
         """
-        for req in batch.reqs:
-            if _asks(req):
-                self._outputs[req] = self._output_of(req)
-        resumed = [i for i, req in enumerate(batch.reqs) if _asks(req) and req.output_ids]
+        for i in _asking(batch.reqs):
+            self._outputs[batch.reqs[i]] = self._output_of(batch.reqs[i])
+        resumed = [i for i in _asking(batch.reqs) if batch.reqs[i].output_ids]
         if not resumed:
             return
-        info, index_P = batch.sampling_info, async_h2d(resumed, dtype=torch.int64, device=self.device)
-        additive_PV, scaling_PV = _terms(
-            self._stack([batch.reqs[i] for i in resumed]), batch.seq_lens[index_P, None] - 1
-        )
+        info = batch.sampling_info
+        index_P, said = self._stack(batch.reqs, resumed)
+        additive_PV, scaling_PV = _terms(said, batch.seq_lens[index_P, None] - 1)
         if info.acc_additive_penalties is not None:
             info.acc_additive_penalties[index_P] = additive_PV
         if info.acc_scaling_penalties is not None:
@@ -67,11 +65,10 @@ class Penalties:
             positions_BW: int64, of these tokens.
             logits_BWV: float32.
         """
-        asking = [i for i, req in enumerate(reqs) if _asks(req)]
+        asking = _asking(reqs)
         if not asking:
             return
-        index_P = async_h2d(asking, dtype=torch.int64, device=self.device)
-        said = self._stack([reqs[i] for i in asking])
+        index_P, said = self._stack(reqs, asking)
         for slot in range(tokens_BW.shape[1]):
             if slot:
                 _add(said, tokens_BW[index_P, slot, None], None)
@@ -81,11 +78,10 @@ class Penalties:
 
     def add(self, reqs: Sequence[Any], tokens_BW: torch.Tensor, commit_B: torch.Tensor | None) -> None:
         """Add the first `commit_B` tokens of every row to the outputs; None: all of them."""
-        asking = [i for i, req in enumerate(reqs) if _asks(req)]
+        asking = _asking(reqs)
         if not asking:
             return
-        index_P = async_h2d(asking, dtype=torch.int64, device=self.device)
-        said = self._stack([reqs[i] for i in asking])
+        index_P, said = self._stack(reqs, asking)
         for slot in range(tokens_BW.shape[1]):
             committed_P1 = None if commit_B is None else commit_B[index_P, None] > slot
             _add(said, tokens_BW[index_P, slot, None], committed_P1)
@@ -109,17 +105,22 @@ class Penalties:
             penalties_3=async_h2d(penalties, dtype=torch.float32, device=device),
         )
 
-    def _stack(self, reqs: list[Any]) -> _Output:
-        """Copies, one row a request."""
-        outputs = [self._outputs[req] for req in reqs]
+    def _stack(self, reqs: Sequence[Any], rows: list[int]) -> tuple[torch.Tensor, _Output]:
+        """These rows of the batch on the device, and copies of their requests' outputs."""
+        outputs = [self._outputs[reqs[row]] for row in rows]
         names = [field.name for field in dataclasses.fields(_Output)]
-        return _Output(**{name: torch.stack([getattr(output, name) for output in outputs]) for name in names})
+        said = _Output(**{name: torch.stack([getattr(output, name) for output in outputs]) for name in names})
+        return async_h2d(rows, dtype=torch.int64, device=self.device), said
 
 
 def _asks(req: Any) -> bool:
     params = req.sampling_params
     penalties = (params.frequency_penalty, params.presence_penalty, params.min_new_tokens)
     return any(penalties) or params.repetition_penalty != 1.0
+
+
+def _asking(reqs: Sequence[Any]) -> list[int]:
+    return [i for i, req in enumerate(reqs) if _asks(req)]
 
 
 def _stop_ids(req: Any) -> set[int]:

@@ -4,8 +4,8 @@ What a request has said is kept on the device, so that overlapped scheduling nee
 a request's output, each round's committed tokens are added. The arithmetic and its order are SGLang's (frequency,
 presence and min_new_tokens are added, then repetition scales), and so are the float32 results, bit for bit.
 
-SGLang's own penalizers take one token a step. With overlapped scheduling they take it one step late; here both ways of
-scheduling give what plain decoding gives without overlap (`--disable-overlap-schedule`).
+SGLang's own penalizers take the last token that the host knows, which with overlapped scheduling is not yet the last
+one; here both ways of scheduling give what plain decoding gives without overlap.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.8, "logit_bias": {"28": -100.0, "30": 3.0}, "sampling_seed": 8},
     {"temperature": 0.6},  # SGLang's own seed
     {"temperature": 0, "frequency_penalty": 0.6},
-    {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+    # Not beside a presence penalty: without overlap SGLang's order of the two differs from start to start.
+    {"temperature": 0, "repetition_penalty": 1.3},
     {"temperature": 0, "presence_penalty": -2.0, "logit_bias": {"28": 2.0}},
-    {"temperature": 0.8, "frequency_penalty": 0.3, "repetition_penalty": 1.1, "sampling_seed": 9},
+    {"temperature": 0.8, "frequency_penalty": 0.3, "presence_penalty": 0.4, "sampling_seed": 9},
     # Comma, full stop and line break are stop tokens that may not come before the 18th.
     {"temperature": 0, "min_new_tokens": 17, "stop_token_ids": [28, 30, 198]},
 ]
@@ -81,7 +82,7 @@ def sampled(
     models: demo.Models, prompts: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """Plain decoding's answers."""
-    arguments = {**DETERMINISTIC, "disable_overlap_schedule": True}  # with overlap its penalties lag by a token
+    arguments = {**DETERMINISTIC, "disable_overlap_schedule": True}
     with engine("plain", models, tmp_path_factory.mktemp("plain") / "log", **arguments) as started:
         return answers_of(started, prompts)
 

@@ -134,7 +134,7 @@ def test_ends_inside_a_block(url: str, prompt_ids: dict[str, list[int]], plain: 
 @pytest.mark.parametrize(
     ("name", "body"),
     [
-        ("ebnf", {"sampling_params": {"temperature": 0, "ebnf": "root ::= \"a\""}}),
+        ("ebnf", {"sampling_params": {"temperature": 0, "ebnf": 'root ::= "a"'}}),
         ("regex", {"sampling_params": {"temperature": 0, "regex": "[a-z]+"}}),
         ("json_schema", {"sampling_params": {"temperature": 0, "json_schema": '{"type": "object"}'}}),
     ],

@@ -116,6 +116,7 @@ OPS: dict[str, tuple[str, Callable]] = {
     ),
     "murmur_hash32_cpu": ("(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor", murmur_hash32_cpu),
 }
+# What it registers lasts as long as it does.
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 
 

@@ -15,6 +15,7 @@ import functools
 
 import torch
 
+# What it registers lasts as long as it does.
 _library = torch.library.Library("aten", "IMPL")
 
 

@@ -42,9 +42,9 @@ class Penalties:
 
         The prefill samples with SGLang's own penalizers, which know nothing of what a retracted request has said.
         """
-        for i in _asking(batch.reqs):
-            self._outputs[batch.reqs[i]] = self._output_of(batch.reqs[i])
-        resumed = [i for i in _asking(batch.reqs) if batch.reqs[i].output_ids]
+        for req in filter(_asks, batch.reqs):
+            self._outputs[req] = self._output_of(req)
+        resumed = [i for i in self._asking(batch.reqs) if batch.reqs[i].output_ids]
         if not resumed:
             return
         info = batch.sampling_info
@@ -65,7 +65,7 @@ class Penalties:
             positions_BW: int64, of these tokens.
             logits_BWV: float32.
         """
-        asking = _asking(reqs)
+        asking = self._asking(reqs)
         if not asking:
             return
         index_P, said = self._stack(reqs, asking)
@@ -78,7 +78,7 @@ class Penalties:
 
     def add(self, reqs: Sequence[Any], tokens_BW: torch.Tensor, commit_B: torch.Tensor | None) -> None:
         """Add the first `commit_B` tokens of every row to the outputs; None: all of them."""
-        asking = _asking(reqs)
+        asking = self._asking(reqs)
         if not asking:
             return
         index_P, said = self._stack(reqs, asking)
@@ -89,6 +89,10 @@ class Penalties:
             output = self._outputs[reqs[i]]
             # Rows of one tensor: it lives as long as one of them, which is a round.
             output.frequency_V, output.said_V = said.frequency_V[row], said.said_V[row]
+
+    def _asking(self, reqs: Sequence[Any]) -> list[int]:
+        # A round looks at no request while none of all that run asks for anything.
+        return [i for i, req in enumerate(reqs) if _asks(req)] if self._outputs else []
 
     def _output_of(self, req: Any) -> _Output:
         params, device = req.sampling_params, self.device
@@ -117,10 +121,6 @@ def _asks(req: Any) -> bool:
     params = req.sampling_params
     penalties = (params.frequency_penalty, params.presence_penalty, params.min_new_tokens)
     return any(penalties) or params.repetition_penalty != 1.0
-
-
-def _asking(reqs: Sequence[Any]) -> list[int]:
-    return [i for i, req in enumerate(reqs) if _asks(req)]
 
 
 def _stop_ids(req: Any) -> set[int]:

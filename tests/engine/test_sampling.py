@@ -34,7 +34,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0, "logit_bias": {"198": 4.0}},
     {"temperature": 0.8, "logit_bias": {"28": -100.0, "30": 3.0}, "sampling_seed": 8},
     {"temperature": 0.6},  # SGLang's own seed
-    {"temperature": 0, "frequency_penalty": 2.0},
+    {"temperature": 0, "frequency_penalty": -2.0, "logit_bias": {"198": 4.0}},
     # Not beside a presence penalty: without overlap SGLang's order of the two differs from start to start.
     {"temperature": 0, "repetition_penalty": 1.3},
     {"temperature": 0, "presence_penalty": -2.0, "logit_bias": {"28": 2.0}},

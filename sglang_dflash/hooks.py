@@ -81,7 +81,11 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
     from sglang_dflash.host import arguments
 
     reasons = arguments.reasons_for_stock(server_args) or hostcheck.problems(hostcheck.WORKER)
-    validate = functools.partial(_validate_request, seeded=server_args.enable_deterministic_inference)
+    validate = functools.partial(
+        _validate_request,
+        seeded=server_args.enable_deterministic_inference,
+        grammar_backend=server_args.grammar_backend,
+    )
     reasons = reasons or _apply(
         {_VALIDATE_REQUEST: validate, _SERVER_INFO: _add_server_info, _ROW_HEADROOM: _row_headroom}
     )
@@ -104,10 +108,12 @@ def _hand_over(reasons: list[str]) -> None:
     logger.warning("SGLang's built-in DFLASH worker serves, not sglang-dflash %s: %s.", __version__, why)
 
 
-def _validate_request(original: Any, req: Any, enable_overlap: bool, seeded: bool) -> str | None:
+def _validate_request(
+    original: Any, req: Any, enable_overlap: bool, seeded: bool, grammar_backend: str | None
+) -> str | None:
     from sglang_dflash.host import requests
 
-    return requests.refusal(req, seeded) or original(req, enable_overlap)
+    return requests.refusal(req, seeded, grammar_backend) or original(req, enable_overlap)
 
 
 def _add_server_info(original: Any, self: Any, state: dict[str, Any]) -> None:

@@ -121,6 +121,11 @@ WORKER = (
         ("batch", "target_worker", "defer_metadata_init"),
     ),
     Contract("sglang.srt.speculative.dflash_info_v2.DFlashDraftInputV2.create_idle_input", ("device",)),
+    Contract("sglang.srt.speculative.spec_utils.GrammarTree.from_linear_chain", ("verify_ids_2d",)),
+    Contract(
+        "sglang.srt.speculative.spec_utils.build_grammar_vocab_mask",
+        ("reqs", "tree", "sampling_info", "device", "barrier"),
+    ),
     Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_LEN"),
     Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_METHOD"),
     Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_TOKEN_MODE"),
@@ -172,6 +177,9 @@ WORKER = (
             "acc_additive_penalties",
             "acc_scaling_penalties",
             "penalizer_orchestrator",
+            "has_custom_logit_processor",
+            "custom_logit_processor",
+            "custom_params",
         ),
     ),
     Contract(

@@ -132,19 +132,20 @@ class DFlashWorker(BaseSpecWorker):
         self,
         batch: Any,
         on_publish: Callable[[torch.Tensor], None] | None = None,
-        grammar_barrier: Any = None,
+        grammar_barrier: Callable[[], None] | None = None,
         pp_proxy_tensors: Any = None,
     ) -> Any:
         """One scheduler step: a prefill, a decode round, or nothing.
 
-        `on_publish` (overlapped scheduling) tells the scheduler the new lengths as soon as they are known.
+        With overlapped scheduling, `on_publish` tells the scheduler the new lengths as soon as they are known, and
+        `grammar_barrier` moves the grammars over what the round before committed.
         """
         publish = on_publish or (lambda new_lens_B: None)
         if batch.forward_mode.is_extend():
             return self._prefill(batch, publish)
         if batch.forward_mode.is_idle():
             return self._idle(publish)
-        return self._decode(batch, publish)
+        return self._decode(batch, publish, grammar_barrier)
 
     def _prefill(self, batch: Any, publish: Callable[[torch.Tensor], None]) -> Any:
         result, features_ND = self.target.prefill(batch)
@@ -157,16 +158,18 @@ class DFlashWorker(BaseSpecWorker):
         result.next_draft_input = rounds.next_input(result.next_token_ids, batch.seq_lens)
         return result
 
-    def _decode(self, batch: Any, publish: Callable[[torch.Tensor], None]) -> Any:
+    def _decode(
+        self, batch: Any, publish: Callable[[torch.Tensor], None], advance_grammars: Callable[[], None] | None
+    ) -> Any:
         round_ = rounds.read(batch, self.block_size)
         width = self.policy.choose(round_.num_requests)
         block = rounds.open_block(round_, self.layout, self.target.runner.kv_index_translator)
         self.drafter.forward(round_, block)
         draft = self.proposer.propose(round_, block)
-        verified = self.target.verify(batch, round_, block, draft, width)
+        verified = self.target.verify(batch, round_, block, draft, width, advance_grammars)
         accepted = self.acceptor.accept(round_, draft, verified)
         publish(accepted.new_lens_B)
-        self.target.penalties.add(batch.reqs, accepted.tokens_BW, accepted.commit_B)
+        self.target.commit(batch, accepted)
         self.injector.inject(
             verified.features_ND,
             block.positions_BK[:, :width].reshape(-1),

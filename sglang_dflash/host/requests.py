@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+# Backends whose grammars can be taken back over drafts and give a mask of one bit a token.
+GRAMMAR_BACKENDS = (None, "xgrammar", "llguidance", "none")
 
-def refusal(req: Any, seeded: bool) -> str | None:
+
+def refusal(req: Any, seeded: bool, grammar_backend: str | None) -> str | None:
     """Why a request cannot be served, as one sentence for its sender; None when it can.
 
     Args:
         req: SGLang's `Req`, its sampling parameters normalised. SGLang prefills a refused one all the same, so what its
             sampler cannot bear is taken out of it.
         seeded: all draws have seeds (`--enable-deterministic-inference`).
+        grammar_backend: SGLang's, None for its default.
     """
     options = _unserved(req)
+    if grammar_backend not in GRAMMAR_BACKENDS:
+        asked = [name for name in GRAMMARS if getattr(req.sampling_params, name)]
+        options += [f"{name} with --grammar-backend {grammar_backend}" for name in asked]
     if seeded and req.sampling_params.min_p > 0:
         # SGLang's sampler fails an assertion there, and the server with it, plain decoding's too.
         options.append("min_p with --enable-deterministic-inference")
@@ -37,19 +45,6 @@ def _version() -> str:
 
 
 def _unserved(req: Any) -> list[str]:
-    params = req.sampling_params
-    options = [
-        name for name in ("json_schema", "regex", "ebnf", "structural_tag", "watermark") if getattr(params, name)
-    ]
-    options += [
-        name
-        for name in (
-            "return_hidden_states",
-            "return_sampling_mask",
-            "custom_logit_processor",
-            "lora_id",
-            "positional_embed_overrides",
-        )
-        if getattr(req, name)
-    ]
-    return options
+    options = ["watermark"] if req.sampling_params.watermark else []
+    fields = ("return_hidden_states", "return_sampling_mask", "lora_id", "positional_embed_overrides")
+    return options + [name for name in fields if getattr(req, name)]

@@ -1,10 +1,10 @@
 """The target's own token after every token of a verified block, chosen as plain decoding chooses it.
 
 A block's rows are the target's logits after the anchor and after each draft. SGLang's sampler takes one row a request;
-here each request's parameters stand for all of its rows. Penalties are in the logits already (`penalties`). Where a
-request is greedy the token is the argmax; where it samples it is a draw from the distribution of plain decoding
-(temperature, top-k, top-p, min-p, bias), and where SGLang seeds its draws (--enable-deterministic-inference) the very
-same draw: that noise depends on seed and position alone.
+here each request's parameters stand for all of its rows. Penalties, grammar masks, bias and custom logit processors are
+in the logits already (`target_model`). Where a request is greedy the token is the argmax; where it samples it is a draw
+from the distribution of plain decoding (temperature, top-k, top-p, min-p), and where SGLang seeds its draws
+(--enable-deterministic-inference) the very same draw: that noise depends on seed and position alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 
 
+def add_bias(info: Any, logits_BWV: torch.Tensor) -> None:
+    """Add each request's logit bias to its rows."""
+    if info.logit_bias is not None:
+        logits_BWV.add_(info.logit_bias[:, None])
+
+
 def choose(
     runner: Any, info: Any, logits_NV: torch.Tensor, positions_BW: torch.Tensor, *, keep_logits: bool
 ) -> torch.Tensor:
@@ -27,14 +33,11 @@ def choose(
     Args:
         runner: SGLang's model runner of the target, whose sampler it is.
         info: SGLang's SamplingBatchInfo of the B requests.
-        logits_NV: float32, row i * W + j after token j of request i's block, penalties included. The bias is added to
-            it; sampling overwrites it otherwise.
+        logits_NV: float32, row i * W + j after token j of request i's block; sampling overwrites it.
         positions_BW: int64, of the block's tokens.
-        keep_logits: leave the biased logits in `logits_NV`.
+        keep_logits: leave `logits_NV` as it is.
     """
     num_requests, width = positions_BW.shape
-    if info.logit_bias is not None:
-        logits_NV.view(num_requests, width, -1).add_(info.logit_bias[:, None])
     if info.is_all_greedy:
         # The same argmax over the same float32 logits as SGLang's sampler: ties fall on the same token.
         return torch.argmax(logits_NV, dim=-1).view(num_requests, width)
@@ -47,6 +50,6 @@ def for_rows(info: Any, width: int) -> Any:
     """`info` with every request's parameters repeated for the `width` rows of its block."""
     values = {name: getattr(info, name) for name in _PER_REQUEST}
     repeated = {name: v.repeat_interleave(width, dim=0) for name, v in values.items() if v is not None}
-    # Penalties and bias stand in the logits already; the rest is state of requests that `requests.refusal` refuses.
+    # These stand in the logits already; the rest is state of requests that `requests.refusal` refuses.
     done = dict.fromkeys(("acc_additive_penalties", "acc_scaling_penalties", "logit_bias", "penalizer_orchestrator"))
-    return dataclasses.replace(info, **repeated, **done)
+    return dataclasses.replace(info, **repeated, **done, has_custom_logit_processor=False)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_dflash.host import sampling
+from sglang_dflash.host import grammar, sampling
 from sglang_dflash.host.penalties import Penalties
-from sglang_dflash.records import Block, Draft, Round, Verified
+from sglang_dflash.host.processors import LogitProcessors
+from sglang_dflash.records import Accepted, Block, Draft, Round, Verified
 
 
 class TargetModel:
@@ -20,7 +22,8 @@ class TargetModel:
         self.worker = worker
         self.runner = worker.model_runner
         scale = getattr(self.runner.model, "get_dflash_noise_embedding_scale", None)
-        self.penalties = Penalties(int(self.runner.model_config.vocab_size), torch.device(worker.device))
+        self._penalties = Penalties(int(self.runner.model_config.vocab_size), torch.device(worker.device))
+        self._processors = LogitProcessors()
         self._embedding = self.runner.model.get_input_embeddings()
         self._embedding_scale = 1.0 if scale is None else float(scale())
 
@@ -46,43 +49,69 @@ class TargetModel:
 
     def prefill(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """Run a prefill batch; SGLang's result, and the features (N, D) of its tokens, taken out of it."""
-        self.penalties.begin(batch)
+        self._penalties.begin(batch)
         result = self.worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
-        self.penalties.add(batch.reqs, result.next_token_ids[:, None], commit_B=None)
+        self._note(batch.reqs, result.next_token_ids[:, None], commit_B=None)
         features_ND = _take_features(result.logits_output)
         # Rows past the batch's tokens are padding of the target's graph.
         return result, features_ND[: int(sum(batch.extend_lens))]
 
-    def verify(self, batch: Any, round_: Round, block: Block, draft: Draft, width: int) -> Verified:
-        """One causal pass over the first `width` tokens of every block, on top of the cached prefixes.
+    def verify(
+        self,
+        batch: Any,
+        round_: Round,
+        block: Block,
+        draft: Draft,
+        width: int,
+        advance_grammars: Callable[[], None] | None,
+    ) -> Verified:
+        """One causal pass over the first `width` tokens of every block, and the target's own token after each.
 
         Overwrites fields of `batch`; SGLang restores all of them after the worker returns.
         """
-        cols = None if width == block.ids_BK.shape[1] else slice(0, width)
-        batch.out_cache_loc = block.slots_BK[:, :width].reshape(-1)
-        batch.seq_lens_cpu = round_.seq_lens_bound_cpu_B
-        batch.seq_lens_sum = round_.seq_lens_bound_sum
-        verify_input = DFlashVerifyInput(
-            draft_token=draft.tokens_BK[:, :width].reshape(-1),
-            positions=block.positions_BK[:, :width].reshape(-1),
-            draft_token_num=width,
-            custom_mask=None,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            kv_loc_plan=block.plan,
-            kv_loc_cols=cols,
-        )
-        # Deferred: the runner loads the batch into its graph once, when it runs it.
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
-        result = self.worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+        tokens_BW, positions_BW = draft.tokens_BK[:, :width], block.positions_BK[:, :width]
+        tree = grammar.start_copy(batch, tokens_BW)
+        result = self._forward(batch, round_, block, tokens_BW)
         features_ND = _take_features(result.logits_output)
-        logits_NV, positions_BW = result.logits_output.next_token_logits, block.positions_BK[:, :width]
+        logits_NV = result.logits_output.next_token_logits
         logits_BWV = logits_NV.view(*positions_BW.shape, -1)
-        self.penalties.apply(batch.reqs, draft.tokens_BK[:, :width], positions_BW, logits_BWV)
+        # The order is that of SGLang's plain decoding.
+        self._penalties.apply(batch.reqs, tokens_BW, positions_BW, logits_BWV)
+        grammar.mask(batch, tree, advance_grammars, logits_NV)
+        sampling.add_bias(batch.sampling_info, logits_BWV)
+        self._processors.apply(batch, tokens_BW, positions_BW, logits_BWV)
         # `rounds.result` reads the logits where logprobs are asked for.
         choices_BW = sampling.choose(
             self.runner, batch.sampling_info, logits_NV, positions_BW, keep_logits=batch.return_logprob
         )
         return Verified(choices_BW, features_ND, width, result)
+
+    def commit(self, batch: Any, accepted: Accepted) -> None:
+        """Note what a round committed, for options that depend on the output."""
+        self._note(batch.reqs, accepted.tokens_BW, accepted.commit_B)
+
+    def _note(self, reqs: list[Any], tokens_BW: torch.Tensor, commit_B: torch.Tensor | None) -> None:
+        self._penalties.add(reqs, tokens_BW, commit_B)
+        self._processors.add(reqs, tokens_BW, commit_B)
+
+    def _forward(self, batch: Any, round_: Round, block: Block, tokens_BW: torch.Tensor) -> Any:
+        """The blocks on top of the cached prefixes; SGLang's result."""
+        width = tokens_BW.shape[1]
+        batch.out_cache_loc = block.slots_BK[:, :width].reshape(-1)
+        batch.seq_lens_cpu = round_.seq_lens_bound_cpu_B
+        batch.seq_lens_sum = round_.seq_lens_bound_sum
+        verify_input = DFlashVerifyInput(
+            draft_token=tokens_BW.reshape(-1),
+            positions=block.positions_BK[:, :width].reshape(-1),
+            draft_token_num=width,
+            custom_mask=None,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=block.plan,
+            kv_loc_cols=None if width == block.ids_BK.shape[1] else slice(0, width),
+        )
+        # Deferred: the runner loads the batch into its graph once, when it runs it.
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
+        return self.worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
 
 def _take_features(logits_output: Any) -> torch.Tensor:

@@ -319,9 +319,9 @@ def scheduler_side(target: str, drafter: str) -> None:
         created(server_args=args)
     options = ("return_logprob", "return_hidden_states", "return_sampling_mask", "custom_logit_processor")
     plain = dict.fromkeys((*options, "lora_id", "positional_embed_overrides"))
-    greedy, constrained = SamplingParams(temperature=0), SamplingParams(temperature=0, regex="a")
+    greedy, marked = SamplingParams(temperature=0), SamplingParams(temperature=0, watermark={"enabled": True})
     assert scheduler.validate_dflash_request(SimpleNamespace(**plain, sampling_params=greedy), True) is None
-    print("refused", scheduler.validate_dflash_request(SimpleNamespace(**plain, sampling_params=constrained), True))
+    print("refused", scheduler.validate_dflash_request(SimpleNamespace(**plain, sampling_params=marked), True))
     controller = SimpleNamespace(
         scheduler=SimpleNamespace(spec_algorithm=SimpleNamespace(is_none=lambda: False, is_dspark=lambda: False)),
         _average_accept_length=lambda: 2.5,
@@ -339,7 +339,7 @@ def test_requests_are_checked_and_the_server_tells_its_worker(run: Run, models: 
     outcome = run(scheduler_side, *models, strict=True)
     assert outcome.code == 0, outcome.log
     [refused] = outcome.lines("refused")
-    assert "cannot serve regex" in refused
+    assert "cannot serve watermark" in refused
     [state] = outcome.lines("state {")
     assert "'avg_spec_accept_length': 2.5, 'speculative_worker': 'sglang_dflash.worker.DFlashWorker " in state
 
@@ -394,11 +394,11 @@ def test_sglangs_own_refusal_of_a_request_stays() -> None:
 
     req = SimpleNamespace()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requests, "refusal", lambda req, seeded: None)
-        assert hooks._validate_request(original, req, True, seeded=False) == "theirs"
+        patch.setattr(requests, "refusal", lambda req, seeded, grammar_backend: None)
+        assert hooks._validate_request(original, req, True, seeded=False, grammar_backend=None) == "theirs"
         assert asked == [(req, True)]
-        patch.setattr(requests, "refusal", lambda req, seeded: "ours")
-        assert hooks._validate_request(original, req, True, seeded=False) == "ours"
+        patch.setattr(requests, "refusal", lambda req, seeded, grammar_backend: "ours")
+        assert hooks._validate_request(original, req, True, seeded=False, grammar_backend=None) == "ours"
         assert len(asked) == 1
 
 

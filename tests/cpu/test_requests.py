@@ -23,10 +23,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 # Sampling parameter, values that are refused, and what the refusal calls it.
 REFUSED_SAMPLING: dict[str, list[tuple[Any, str]]] = {
-    "json_schema": [('{"type": "object"}', "json_schema")],
-    "regex": [("[0-9]+", "regex")],
-    "ebnf": [('root ::= "a"', "ebnf")],
-    "structural_tag": [("{}", "structural_tag")],
     "watermark": [({"enabled": True}, "watermark")],
 }
 
@@ -36,13 +32,15 @@ SERVED_SAMPLING = {
     "temperature", "top_k", "top_p", "min_p", "sampling_seed", "logit_bias",
     # In the logits before that: `host.penalties`.
     "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens",
+    # Masks after those: `host.grammar`.
+    "json_schema", "regex", "ebnf", "structural_tag",
     # Ends and cuts: SGLang reads the committed tokens one by one.
     "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim",
     # Text and stream.
     "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
     # n answers are n requests. SGLang itself refuses a beam wider than 1 with speculative decoding.
     "n", "beam_width",
-    # Read by custom logit processors and by reasoning grammars, which are refused.
+    # Read by custom logit processors (`host.processors`) and by reasoning grammars.
     "custom_params",
     # Filled in by SGLang.
     "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant",
@@ -52,7 +50,6 @@ SERVED_SAMPLING = {
 REFUSED_REQUEST: dict[str, list[Any]] = {
     "return_hidden_states": [True, "last"],
     "return_sampling_mask": [True],
-    "custom_logit_processor": ["processor"],
     "lora_id": ["adapter"],
     "positional_embed_overrides": [object()],
 }
@@ -66,6 +63,8 @@ HARMLESS_REQUEST = {
     "sampling_logprobs_mode", "return_entropy",
     # What the target's forward records by cache slot, handed on as it is.
     "return_routed_experts", "routed_experts_start_len", "return_indexer_topk",
+    # `host.processors`.
+    "custom_logit_processor",
     # Scoring, of a prefill's logprobs.
     "multi_item_delimiter_indices", "token_indices_to_pool",
     # Counts the reasoning's tokens; the grammar that strict thinking adds is left to stock (see arguments).
@@ -110,8 +109,8 @@ def test_every_field_of_a_request_is_known() -> None:
 
 
 def test_a_plain_greedy_request_passes() -> None:
-    assert requests.refusal(request({}), seeded=False) is None
-    assert requests.refusal(request({"temperature": 1e-7}), seeded=False) is None
+    assert requests.refusal(request({}), seeded=False, grammar_backend=None) is None
+    assert requests.refusal(request({"temperature": 1e-7}), seeded=False, grammar_backend=None) is None
 
 
 @pytest.mark.parametrize(
@@ -131,10 +130,14 @@ def test_a_plain_greedy_request_passes() -> None:
         # Given, but meaning nothing.
         {"frequency_penalty": None, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0},
         {"json_schema": "", "regex": None, "logit_bias": {}, "watermark": None},
+        {"json_schema": '{"type": "object"}'},
+        {"regex": "[0-9]+"},
+        {"ebnf": 'root ::= "a"'},
+        {"structural_tag": "{}"},
     ],
 )
 def test_served_sampling_parameters_pass(sampling: dict[str, Any]) -> None:
-    assert requests.refusal(request(sampling), seeded=False) is None
+    assert requests.refusal(request(sampling), seeded=False, grammar_backend=None) is None
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_served_sampling_parameters_pass(sampling: dict[str, Any]) -> None:
     ],
 )
 def test_harmless_fields_pass(options: dict[str, Any]) -> None:
-    assert requests.refusal(request({}, **options), seeded=False) is None
+    assert requests.refusal(request({}, **options), seeded=False, grammar_backend=None) is None
 
 
 def named(refusal: str | None) -> str:
@@ -165,34 +168,50 @@ def named(refusal: str | None) -> str:
     ("name", "value", "told"), [(name, *case) for name, cases in REFUSED_SAMPLING.items() for case in cases]
 )
 def test_each_refused_sampling_parameter_is_named(name: str, value: Any, told: str) -> None:
-    assert named(requests.refusal(request({name: value}), seeded=False)) == told
+    assert named(requests.refusal(request({name: value}), seeded=False, grammar_backend=None)) == told
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in REFUSED_REQUEST.items() for value in values]
 )
 def test_each_refused_field_is_named(name: str, value: Any) -> None:
-    assert named(requests.refusal(request({}, **{name: value}), seeded=False)) == name
+    assert named(requests.refusal(request({}, **{name: value}), seeded=False, grammar_backend=None)) == name
 
 
 def test_min_p_with_seeds_is_refused_and_taken_out() -> None:
     """SGLang prefills a refused request too, and its sampler would fail an assertion over it."""
     req = request({"temperature": 1.0, "min_p": 0.2})
-    assert named(requests.refusal(req, seeded=True)) == "min_p with --enable-deterministic-inference"
+    assert (
+        named(requests.refusal(req, seeded=True, grammar_backend=None)) == "min_p with --enable-deterministic-inference"
+    )
     assert req.sampling_params.min_p == 0
-    assert requests.refusal(request({"temperature": 1.0, "top_p": 0.2}), seeded=True) is None
+    assert requests.refusal(request({"temperature": 1.0, "top_p": 0.2}), seeded=True, grammar_backend=None) is None
 
 
 def test_min_new_tokens_is_refused_without_a_tokenizer_and_taken_out() -> None:
     req = request({"min_new_tokens": 3})
-    assert named(requests.refusal(req, seeded=False)) == "min_new_tokens without a tokenizer"
+    assert named(requests.refusal(req, seeded=False, grammar_backend=None)) == "min_new_tokens without a tokenizer"
     assert req.sampling_params.min_new_tokens == 0
     req = request({"min_new_tokens": 3})
     req.tokenizer = Tokenizer()
-    assert requests.refusal(req, seeded=False) is None
+    assert requests.refusal(req, seeded=False, grammar_backend=None) is None
 
 
 def test_all_refused_options_are_named_at_once() -> None:
-    sampling = {"temperature": 0.5, "frequency_penalty": 1.0, "regex": "a"}  # only the last is not served
-    refusal = named(requests.refusal(request(sampling, return_hidden_states=True, lora_id="a"), seeded=False))
-    assert refusal == "regex, return_hidden_states, lora_id"
+    sampling = {"temperature": 0.5, "frequency_penalty": 1.0, "watermark": {"enabled": True}}  # the last is not served
+    refusal = named(
+        requests.refusal(request(sampling, return_hidden_states=True, lora_id="a"), seeded=False, grammar_backend=None)
+    )
+    assert refusal == "watermark, return_hidden_states, lora_id"
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance", None])
+def test_grammars_are_served_by_backends_that_can_take_tokens_back(backend: str | None) -> None:
+    assert requests.refusal(request({"regex": "a"}), seeded=False, grammar_backend=backend) is None
+
+
+def test_grammars_of_outlines_are_refused() -> None:
+    """Its grammars cannot be taken back over a rejected draft: the walk along a block would end the scheduler."""
+    refusal = requests.refusal(request({"ebnf": 'root ::= "a"'}), seeded=False, grammar_backend="outlines")
+    assert named(refusal) == "ebnf with --grammar-backend outlines"
+    assert requests.refusal(request({}), seeded=False, grammar_backend="outlines") is None

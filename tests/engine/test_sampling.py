@@ -2,7 +2,7 @@
 
 With --enable-deterministic-inference SGLang's draws depend on a request's seed and on the position alone, so plain
 decoding and DFlash owe the same tokens, whatever a round accepts and whoever shares the batch, and the same logprobs;
-with penalties too, which see the block's tokens.
+with penalties, grammars and custom logit processors too, which see the block's tokens.
 Drafts are scripted: all accepted lengths occur, and what was drafted wrong must not show.
 """
 
@@ -16,11 +16,14 @@ import pytest
 from sglang_dflash import demo
 from sglang_dflash.offline import EngineProcess
 from tests.engine import scripted
+from tests.engine.processors import WatchOutput
 from tests.engine.setup import HAS_CUDA, engine
 
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 24
+TOWN = '{"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}'
+ANSWERS = 'root ::= (" yes" | " no" | " maybe"){20}'
 # One entry a request: all of them run in one batch. SGLang has no min_p with seeds (its sampler asserts so).
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0, "sampling_seed": 1},
@@ -41,10 +44,23 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.8, "frequency_penalty": 0.3, "presence_penalty": 0.4, "sampling_seed": 9},
     # Comma, full stop and line break are stop tokens that may not come before the 18th.
     {"temperature": 0, "min_new_tokens": 17, "stop_token_ids": [28, 30, 198]},
+    # With ignore_eos plain decoding says one token more after a grammar's end.
+    {"temperature": 0, "json_schema": TOWN, "ignore_eos": False},
+    {"temperature": 1.0, "regex": "(ab|ba|[0-9]{2}){30}", "sampling_seed": 10, "ignore_eos": False},
+    {"temperature": 0.7, "ebnf": ANSWERS, "top_k": 50, "sampling_seed": 11, "ignore_eos": False},
+    {"temperature": 0, "regex": "[A-Z]{3}", "ignore_eos": False},  # ends inside a block
+    {"temperature": 0, "custom_params": {"strength": 30.0}},
+    {"temperature": 0.9, "custom_params": {"strength": 9.0}, "presence_penalty": 0.2, "sampling_seed": 12},
 ]
+PROCESSOR = WatchOutput.to_str()
 LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [28, 198]}
 LOGPROB_FIELDS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "input_token_logprobs")
-DETERMINISTIC = {"enable_deterministic_inference": True, "page_size": 1, "chunked_prefill_size": 128}
+DETERMINISTIC = {
+    "enable_deterministic_inference": True,
+    "enable_custom_logit_processor": True,
+    "page_size": 1,
+    "chunked_prefill_size": 128,
+}
 
 
 def answers_of(started: EngineProcess, prompts: dict[str, list[int]]) -> dict[str, Any]:
@@ -52,7 +68,7 @@ def answers_of(started: EngineProcess, prompts: dict[str, list[int]]) -> dict[st
         list(prompts.values()),
         rids=list(prompts),
         each=OPTIONS,
-        request=LOGPROBS,
+        request=LOGPROBS | {"custom_logit_processor": [PROCESSOR if "custom_params" in o else None for o in OPTIONS]},
         max_new_tokens=NUM_TOKENS,
         ignore_eos=True,
     )

@@ -23,8 +23,8 @@ class Config:
 
     Attributes:
         strict: fail a start that our worker cannot serve. Environment only.
-        proposer: how a block's hidden states become draft tokens: `argmax`, or `package.module:Class` of a class with
-            the interface of `sglang_dflash.draft.proposer.Proposer`.
+        proposer: how a block's hidden states become draft tokens: `argmax`, `sampled`, or `package.module:Class` of a
+            class with the interface of `sglang_dflash.draft.proposer.Proposer`.
     """
 
     strict: bool = False

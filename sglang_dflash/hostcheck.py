@@ -165,6 +165,11 @@ WORKER = (
         ("logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions"),
     ),
     Contract(
+        "sglang.srt.layers.sampler.Sampler._sample_from_probs",
+        ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
+        exact=True,
+    ),
+    Contract(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo",
         (
             "temperatures",
@@ -174,6 +179,11 @@ WORKER = (
             "sampling_seed",
             "logit_bias",
             "is_all_greedy",
+            "is_any_greedy",
+            "need_top_p_sampling",
+            "need_top_k_sampling",
+            "need_min_p_sampling",
+            "sampling_mask_batch_indices",
             "acc_additive_penalties",
             "acc_scaling_penalties",
             "penalizer_orchestrator",

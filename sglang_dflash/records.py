@@ -31,6 +31,8 @@ class Round:
     seq_lens_bound_cpu_B: torch.Tensor
     seq_lens_bound_sum: int  # its sum
     rids: tuple[str, ...]  # request ids
+    # float32, 0 where a request is greedy; None where all are, or where draws have seeds.
+    temperature_B: torch.Tensor | None = None
 
     @property
     def num_requests(self) -> int:
@@ -54,14 +56,20 @@ class Draft:
     tokens_BK: torch.Tensor  # int64: anchor, then the K-1 drafted tokens
     # float32, shape (B, K-1): the drafter's own probability of each drafted token, None where it gives none.
     confidence: torch.Tensor | None = None
+    # float32, shape (B, K-1, V): the distribution that a draft was drawn from, where its request samples. None where no
+    # draft was drawn.
+    q: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Verified:
     """What the target says of the block. Filled by `host.target_model.TargetModel.verify`."""
 
-    # int64: the target's own token after token j of request i's block, as plain decoding would choose it there.
-    choices_BW: torch.Tensor
+    # int64: the target's own token after token j of request i's block, as plain decoding would choose it there. None
+    # where drafts were drawn:
+    choices_BW: torch.Tensor | None
+    # float32: then the distribution of that token, as plain decoding would draw it there.
+    p_BWV: torch.Tensor | None
     features_ND: torch.Tensor  # tapped hidden states of the same tokens
     width: int  # W
     host_result: Any  # SGLang's own result of the forward, read by `host` alone

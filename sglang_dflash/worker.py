@@ -39,6 +39,7 @@ from sglang_dflash import __version__, config
 from sglang_dflash.accept.alarm import AcceptanceAlarm
 from sglang_dflash.accept.forced import ForcedAcceptor
 from sglang_dflash.accept.match import MatchAcceptor
+from sglang_dflash.accept.rejection import RejectionAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import proposer
 from sglang_dflash.draft.block import BlockLayout
@@ -185,7 +186,7 @@ class DFlashWorker(BaseSpecWorker):
 
 
 def _make_acceptor(ops: Any, buffers: Buffers) -> Any:
-    acceptor = MatchAcceptor(ops, buffers)
+    acceptor = RejectionAcceptor(MatchAcceptor(ops, buffers))
     if SIMULATE_ACC_LEN <= 0:
         return acceptor
     if SIMULATE_ACC_TOKEN_MODE not in ("fixed", "real-draft-token"):

@@ -29,7 +29,8 @@ class ForcedAcceptor:
             accepted.bonus_B.fill_(FIXED_TOKEN_ID)
             accepted.tokens_BW.fill_(FIXED_TOKEN_ID)
             return accepted
-        accepted.bonus_B.copy_(verified.choices_BW[:, length - 1])
+        if verified.choices_BW is not None:
+            accepted.bonus_B.copy_(verified.choices_BW[:, length - 1])
         accepted.tokens_BW.zero_()
         accepted.tokens_BW[:, : length - 1].copy_(draft.tokens_BK[:, 1:length])
         accepted.tokens_BW[:, length - 1].copy_(accepted.bonus_B)

@@ -20,14 +20,7 @@ class MatchAcceptor:
         self._buffers = buffers
 
     def accept(self, round_: Round, draft: Draft, verified: Verified) -> Accepted:
-        num_requests, width = round_.num_requests, verified.width
-        buffers = self._buffers.next_accepted()
-        accepted = Accepted(
-            commit_B=buffers.commit_B[:num_requests],
-            bonus_B=buffers.bonus_B[:num_requests],
-            tokens_BW=buffers.tokens_BK[:num_requests, :width],
-            new_lens_B=buffers.new_lens_B[:num_requests],
-        )
+        accepted = self.unfilled(round_.num_requests, verified.width)
         self._accept_greedy(
             draft.tokens_BK,
             verified.choices_BW,
@@ -39,3 +32,13 @@ class MatchAcceptor:
             new_lens_B=accepted.new_lens_B,
         )
         return accepted
+
+    def unfilled(self, num_requests: int, width: int) -> Accepted:
+        """This round's record, not filled yet."""
+        buffers = self._buffers.next_accepted()
+        return Accepted(
+            commit_B=buffers.commit_B[:num_requests],
+            bonus_B=buffers.bonus_B[:num_requests],
+            tokens_BW=buffers.tokens_BK[:num_requests, :width],
+            new_lens_B=buffers.new_lens_B[:num_requests],
+        )

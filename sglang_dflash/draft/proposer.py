@@ -6,6 +6,7 @@ one, and leaves its results in static buffers. `propose` runs on the host afterw
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any, Protocol
 
@@ -47,7 +48,7 @@ class ArgmaxProposer:
         block_size = self._buffers.block_size
         num_requests = hidden_NH.shape[0] // block_size
         hidden_NH = hidden_NH.view(num_requests, block_size, -1)[:, 1:].flatten(0, 1).to(self._head_VH.dtype)
-        logits_NV = torch.matmul(hidden_NH, self._head_VH.T)
+        logits_NV = self._logits(hidden_NH)
         drafted_BK = self._buffers.drafted_BK[:num_requests]
         drafted_BK[:, 0].copy_(ids_N.view(num_requests, block_size)[:, 0])
         self._top1(
@@ -57,26 +58,59 @@ class ArgmaxProposer:
             workspace=self._workspace,
         )
 
+    def _logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(hidden_NH, self._head_VH.T)
+
     def propose(self, round_: Round, block: Block) -> Draft:
         num_requests = round_.num_requests
         return Draft(self._buffers.drafted_BK[:num_requests], self._buffers.confidence[:num_requests])
 
 
+class SampledProposer(ArgmaxProposer):
+    """Drafts of sampling requests drawn from the drafter's own distribution at the request's temperature.
+
+    Each slot is drawn on its own. Greedy requests, and all where draws have seeds, get the most probable tokens.
+    """
+
+    def __init__(self, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> None:
+        super().__init__(ops, buffers, head_VH)
+        num_rows = buffers.max_requests * (buffers.block_size - 1)
+        self._logits_NV = torch.empty((num_rows, head_VH.shape[0]), dtype=head_VH.dtype, device=head_VH.device)
+
+    def _logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(hidden_NH, self._head_VH.T, out=self._logits_NV[: hidden_NH.shape[0]])
+
+    def propose(self, round_: Round, block: Block) -> Draft:
+        draft, temperature_B = super().propose(round_, block), round_.temperature_B
+        if temperature_B is None:
+            return draft
+        assert draft.confidence is not None
+        num_rows = draft.confidence.numel()
+        sampling_B1 = temperature_B[:, None] > 0
+        scale_B11 = torch.where(sampling_B1, temperature_B[:, None], 1.0)[..., None]
+        q = torch.softmax(self._logits_NV[:num_rows].view(*draft.confidence.shape, -1) / scale_B11, dim=-1)
+        drawn = torch.multinomial(q.flatten(0, 1), 1).view(draft.confidence.shape)
+        draft.tokens_BK[:, 1:].copy_(torch.where(sampling_B1, drawn, draft.tokens_BK[:, 1:]))
+        return dataclasses.replace(draft, q=q)
+
+
+_PROPOSERS: dict[str, type[ArgmaxProposer]] = {"argmax": ArgmaxProposer, "sampled": SampledProposer}
+
+
 def make(name: str, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> Proposer:
-    """The proposer of a config: `argmax` or `package.module:Class`.
+    """The proposer of a config: `argmax`, `sampled` or `package.module:Class`.
 
     Raises:
         ValueError: no such class.
     """
-    if name == "argmax":
-        return ArgmaxProposer(ops, buffers, head_VH)
+    if name in _PROPOSERS:
+        return _PROPOSERS[name](ops, buffers, head_VH)
+    expected = f"{', '.join(_PROPOSERS)} or package.module:Class"
     module, _, attribute = name.partition(":")
     try:
         proposer = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"proposer: expected argmax or package.module:Class, got {name!r} ({error}).") from error
+        raise ValueError(f"proposer: expected {expected}, got {name!r} ({error}).") from error
     if not isinstance(proposer, type):
-        raise ValueError(
-            f"proposer: expected argmax or package.module:Class, got {name!r} (a {type(proposer).__name__})."
-        )
+        raise ValueError(f"proposer: expected {expected}, got {name!r} (a {type(proposer).__name__}).")
     return proposer(ops, buffers, head_VH)

@@ -33,7 +33,15 @@ def read(batch: Any, block_size: int) -> Round:
         seq_lens_bound_cpu_B=bound_cpu_B,
         seq_lens_bound_sum=bound_sum,
         rids=tuple(req.rid for req in batch.reqs),
+        temperature_B=_temperature(batch.sampling_info),
     )
+
+
+def _temperature(info: Any) -> torch.Tensor | None:
+    if info.is_all_greedy or info.sampling_seed is not None:
+        return None
+    # SGLang makes a greedy request one of temperature 1 and top-k 1.
+    return torch.where(info.top_ks == 1, 0.0, info.temperatures[:, 0])
 
 
 def open_block(round_: Round, layout: BlockLayout, translator: Any) -> Block:

@@ -46,6 +46,28 @@ def choose(
     return tokens_N.long().view(num_requests, width)
 
 
+def distribution(runner: Any, info: Any, logits_NV: torch.Tensor, positions_BW: torch.Tensor) -> torch.Tensor:
+    """The distribution (B, W, V), float32, that `choose` would draw each token from; a greedy request's is all on one.
+
+    Arguments as of `choose`; `logits_NV` stays. What SGLang's sampler leaves of the probabilities, by its own kernels
+    in its own order of filters, is what it reports for requests that ask for their sampling masks: here all rows do.
+    """
+    rows = for_rows(info, positions_BW.shape[1])
+    rows.sampling_mask_batch_indices = torch.arange(logits_NV.shape[0], device=logits_NV.device)
+    unfiltered = not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling)
+    probs_NV = torch.softmax(logits_NV / rows.temperatures, dim=-1)
+    _, left = runner.sampler._sample_from_probs(probs_NV, rows, positions_BW.reshape(-1), unfiltered)
+    p_NV = left.weights
+    if left.token_ids is not None:
+        p_NV = torch.zeros_like(p_NV).scatter_(1, left.token_ids.long(), p_NV)
+    p_NV.div_(p_NV.sum(dim=-1, keepdim=True))
+    if info.is_any_greedy:
+        # Ties fall where the argmax has them.
+        greedy_N1, choices_N1 = (rows.top_ks == 1)[:, None], logits_NV.argmax(dim=-1, keepdim=True)
+        p_NV.masked_fill_(greedy_N1, 0.0).scatter_(1, choices_N1, p_NV.gather(1, choices_N1).where(~greedy_N1, 1.0))
+    return p_NV.view(*positions_BW.shape, -1)
+
+
 def for_rows(info: Any, width: int) -> Any:
     """`info` with every request's parameters repeated for the `width` rows of its block."""
     values = {name: getattr(info, name) for name in _PER_REQUEST}

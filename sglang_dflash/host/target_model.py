@@ -80,11 +80,15 @@ class TargetModel:
         grammar.mask(batch, tree, advance_grammars, logits_NV)
         sampling.add_bias(batch.sampling_info, logits_BWV)
         self._processors.apply(batch, tokens_BW, positions_BW, logits_BWV)
-        # `rounds.result` reads the logits where logprobs are asked for.
-        choices_BW = sampling.choose(
-            self.runner, batch.sampling_info, logits_NV, positions_BW, keep_logits=batch.return_logprob
-        )
-        return Verified(choices_BW, features_ND, width, result)
+        choices_BW = p_BWV = None
+        if draft.q is not None:
+            p_BWV = sampling.distribution(self.runner, batch.sampling_info, logits_NV, positions_BW)
+        else:
+            # `rounds.result` reads the logits where logprobs are asked for.
+            choices_BW = sampling.choose(
+                self.runner, batch.sampling_info, logits_NV, positions_BW, keep_logits=batch.return_logprob
+            )
+        return Verified(choices_BW, p_BWV, features_ND, width, result)
 
     def commit(self, batch: Any, accepted: Accepted) -> None:
         """Note what a round committed, for options that depend on the output."""

@@ -32,6 +32,7 @@ def decode_batch(rounds: Any, **fields: Any) -> Any:
         seq_lens_cpu=torch.tensor([3, 9]),
         req_pool_indices=torch.tensor([1, 0]),
         reqs=[SimpleNamespace(rid="a"), SimpleNamespace(rid="b")],
+        sampling_info=SimpleNamespace(is_all_greedy=True),
     )
     return SimpleNamespace(**vars(batch) | fields)
 
@@ -48,6 +49,21 @@ def test_a_round_is_read_from_the_batch(rounds: Any) -> None:
     assert round_.seq_lens_bound_cpu_B.tolist() == [3 + K, 9 + K]
     assert round_.seq_lens_bound_sum == 12 + 2 * K
     assert batch.seq_lens_cpu.tolist() == [3, 9]
+
+
+@pytest.mark.parametrize(
+    ("greedy", "seed", "expected"), [(True, None, None), (False, 1, None), (False, None, [0.0, 0.5])]
+)
+def test_the_temperature_of_draws(rounds: Any, greedy: bool, seed: int | None, expected: list[float] | None) -> None:
+    """SGLang gives a greedy request temperature 1 and top-k 1."""
+    info = SimpleNamespace(
+        is_all_greedy=greedy,
+        sampling_seed=seed,
+        top_ks=torch.tensor([1, 1 << 30]),
+        temperatures=torch.tensor([[1.0], [0.5]]),
+    )
+    temperature_B = rounds.read(decode_batch(rounds, sampling_info=info), K).temperature_B
+    assert (temperature_B if temperature_B is None else temperature_B.tolist()) == expected
 
 
 def test_without_lengths_on_the_host_the_reserved_slots_bound_them(rounds: Any) -> None:
@@ -105,7 +121,7 @@ def test_the_result_of_a_round(rounds: Any) -> None:
         logits_output="logits", can_run_cuda_graph=True, routed_experts_output="experts", indexer_topk_output="topk"
     )
     batch = SimpleNamespace(return_logprob=False)
-    result = rounds.result(batch, accepted, Verified(torch.empty(0), torch.empty(0), width, forward))
+    result = rounds.result(batch, accepted, Verified(torch.empty(0), None, torch.empty(0), width, forward))
     # As SGLang's scheduler reads it: rows of the result's own width, of which the first accept_lens count.
     rows = result.next_token_ids.view(-1, result.speculative_num_draft_tokens).tolist()
     assert [row[:n] for row, n in zip(rows, result.accept_lens.tolist(), strict=True)] == [[11, 12], [21, 22, 23, 24]]

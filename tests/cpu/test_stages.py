@@ -158,7 +158,9 @@ def test_a_proposer_is_named_by_module_and_class(buffers: Buffers, monkeypatch: 
     ["top1", "no_such_module:Class", "sglang_dflash.records:Missing", "sglang_dflash:", ":A", ".a:B", "math:pi"],
 )
 def test_an_unknown_proposer_is_refused(buffers: Buffers, name: str) -> None:
-    with pytest.raises(ValueError, match=r"proposer: expected argmax or package\.module:Class, got ") as caught:
+    with pytest.raises(
+        ValueError, match=r"proposer: expected argmax, sampled or package\.module:Class, got "
+    ) as caught:
         proposer.make(name, OPS, buffers, torch.zeros(2, 2))
     assert repr(name) in str(caught.value)
 
@@ -172,7 +174,7 @@ def test_the_fixed_policy_verifies_its_width_at_every_batch_size() -> None:
 
 
 def verified(target_BW: torch.Tensor) -> Verified:
-    return Verified(target_BW, torch.empty(0), target_BW.shape[1], None)
+    return Verified(target_BW, None, torch.empty(0), target_BW.shape[1], None)
 
 
 def one_by_one(draft: list[int], target: list[int]) -> list[int]:

@@ -41,6 +41,7 @@ __all__ = [
     "read_headers",
     "resolve_mask_token_id",
     "sglang_form",
+    "standard_name",
     "validate",
     "write_checkpoint",
 ]
@@ -132,7 +133,7 @@ def check_tensors(path: str | Path, config: DrafterConfig) -> dict[str, str]:
     expected, ignored, problems = expected_tensors(config), dict[str, str](), list[str]()
     found: set[str] = set()
     for header in read_headers(path):
-        name = _standard_name(header.name)
+        name = standard_name(header.name)
         if name in found or name in ignored:
             problems.append(f"{name}: expected once, got again in {header.file.name}; remove one of the files")
         elif name.endswith("rotary_emb.inv_freq"):
@@ -164,7 +165,7 @@ def load_tensors(
     for file in _weight_files(Path(path)):
         with safe_open(file, framework="pt", device=str(device)) as weights:
             for name in weights.keys():  # noqa: SIM118 - a safe_open handle does not iterate
-                if (standard := _standard_name(name)) in expected:
+                if (standard := standard_name(name)) in expected:
                     tensors[standard] = weights.get_tensor(name).to(dtype=dtype)
     return tensors
 
@@ -302,7 +303,8 @@ def _cut_short(file: Path) -> str | None:
     return None if size == end else f"{file.name}: expected {end} bytes, got {size}; download the file again"
 
 
-def _standard_name(name: str) -> str:
+def standard_name(name: str) -> str:
+    """A tensor's name as `expected_tensors` has it, from one that SGLang's loader accepts."""
     return _ALIASES.get(name, name.removeprefix("model."))
 
 
@@ -350,7 +352,7 @@ def _dtype_name(directory: Path, config: DrafterConfig) -> str:
     """The dtype of the drafter's tensors by torch's name."""
     expected = expected_tensors(config)
     names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-    kinds = {header.dtype for header in read_headers(directory) if _standard_name(header.name) in expected}
+    kinds = {header.dtype for header in read_headers(directory) if standard_name(header.name) in expected}
     if len(kinds) != 1 or not kinds <= names.keys():
         raise ValueError(f"{directory}: expected tensors of one of {sorted(names)}, got {sorted(kinds)}; convert them")
     return names[kinds.pop()]

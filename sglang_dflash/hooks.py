@@ -1,4 +1,4 @@
-"""The hooks: two on SGLang's argument resolution, one on the choice of the speculative worker, three in the scheduler.
+"""The hooks: two on SGLang's argument resolution, one on the choice of the speculative worker, six in the scheduler.
 
 All are AROUND hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
 """
@@ -21,6 +21,16 @@ _SERVER_INFO = (
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative"
 )
 _ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+_UPDATE_FROM_DISK = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk"
+)
+_UPDATE_FROM_TENSOR = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor"
+)
+_UPDATE_FROM_DISTRIBUTED = (
+    "sglang.srt.managers.scheduler_components.weight_updater"
+    ".SchedulerWeightUpdaterManager.update_weights_from_distributed"
+)
 # Targets that carry our hook in this process.
 _OURS: set[str] = set()
 
@@ -83,7 +93,14 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
     reasons = arguments.reasons_for_stock(server_args) or hostcheck.problems(hostcheck.WORKER)
     validate = functools.partial(_validate_request, seeded=server_args.enable_deterministic_inference)
     reasons = reasons or _apply(
-        {_VALIDATE_REQUEST: validate, _SERVER_INFO: _add_server_info, _ROW_HEADROOM: _row_headroom}
+        {
+            _VALIDATE_REQUEST: validate,
+            _SERVER_INFO: _add_server_info,
+            _ROW_HEADROOM: _row_headroom,
+            _UPDATE_FROM_DISK: _update_from_disk,
+            _UPDATE_FROM_TENSOR: _update_one_model,
+            _UPDATE_FROM_DISTRIBUTED: _update_one_model,
+        }
     )
     if reasons:
         _hand_over(reasons)
@@ -124,3 +141,20 @@ def _row_headroom(original: Any) -> int:
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
     return max(original(), get_alloc_reserve_per_decode())
+
+
+def _update_from_disk(original: Any, self: Any, recv_req: Any) -> Any:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+    from sglang_dflash.host import weights
+
+    if refusal := weights.folder_refusal(recv_req.model_path):
+        return UpdateWeightFromDiskReqOutput(success=False, message=refusal)
+    return original(self, recv_req)
+
+
+def _update_one_model(original: Any, self: Any, recv_req: Any) -> Any:
+    """Tensors that are sent to no model in particular are the target's."""
+    if recv_req.selector == "all":
+        recv_req.selector = "target"
+    return original(self, recv_req)

@@ -87,7 +87,7 @@ class DFlashWorker(BaseSpecWorker):
         return (self.target.runner.attn_backend, self.drafter.runner.attn_backend)
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
-        return [("draft", self.drafter.runner)]
+        return [("draft", self.drafter.weights)]
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """SGLang tells what a round accepted, once the host knows it."""

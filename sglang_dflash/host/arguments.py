@@ -170,6 +170,9 @@ def resolve(server_args: Any) -> None:
     )
     _resolve_scheduling(server_args)
     _resolve_attention(server_args)
+    if cfg.enable_memory_saver and not cfg.enable_weights_cpu_backup:
+        # The target gets its weights back from a trainer when a sleeping server wakes; nobody has the drafter's.
+        _declare(server_args, enable_draft_weights_cpu_backup=True)
 
 
 def _refuse_unused(cfg: Any) -> None:
@@ -187,10 +190,15 @@ def _refuse_unused(cfg: Any) -> None:
         raise ValueError(f"{', '.join(given)}: expected only flags that DFlash reads, got these; leave them out.")
 
 
+def drafter(server_args: Any) -> drafter_config.DrafterConfig:
+    """The drafter's config."""
+    return drafter_config.read_config(drafter_dir(_view(server_args)))
+
+
 def mask_token_id(server_args: Any) -> int:
     """The drafter's mask token, by the rule that `resolve` checked it with."""
-    drafter = drafter_config.read_config(drafter_dir(_view(server_args)))
-    return drafter_fit.resolve_mask_token_id(drafter, _target_facts(server_args, drafter))
+    config = drafter(server_args)
+    return drafter_fit.resolve_mask_token_id(config, _target_facts(server_args, config))
 
 
 def _requested_block_size(cfg: Any) -> int | None:

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_dflash import __version__, config
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import (
+        UpdateWeightFromDiskReqInput,
+        UpdateWeightsFromDistributedReqInput,
+        UpdateWeightsFromTensorReqInput,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +150,7 @@ def _row_headroom(original: Any) -> int:
     return max(original(), get_alloc_reserve_per_decode())
 
 
-def _update_from_disk(original: Any, self: Any, recv_req: Any) -> Any:
+def _update_from_disk(original: Any, self: Any, recv_req: UpdateWeightFromDiskReqInput) -> Any:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 
     from sglang_dflash.host import weights
@@ -153,7 +160,9 @@ def _update_from_disk(original: Any, self: Any, recv_req: Any) -> Any:
     return original(self, recv_req)
 
 
-def _update_one_model(original: Any, self: Any, recv_req: Any) -> Any:
+def _update_one_model(
+    original: Any, self: Any, recv_req: UpdateWeightsFromTensorReqInput | UpdateWeightsFromDistributedReqInput
+) -> Any:
     """Tensors that are sent to no model in particular are the target's."""
     if recv_req.selector == "all":
         recv_req.selector = "target"

@@ -93,6 +93,7 @@ WORKER = (
         ("self", "recv_req"),
         exact=True,
     ),
+    Contract("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput", ("model_path",)),
     Contract("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqInput", ("selector",)),
     Contract("sglang.srt.managers.io_struct.UpdateWeightsFromDistributedReqInput", ("selector",)),
     Contract("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqOutput", ("success", "message")),

@@ -67,6 +67,8 @@ class DFlashWorker(BaseSpecWorker):
         self.policy = FixedWidth(self.block_size)
         self.alarm = AcceptanceAlarm()
         self._mask_token_id = arguments.mask_token_id(server_args)
+        if (mask_embedding_H := arguments.mask_embedding(server_args)) is not None:
+            self.target.set_mask_embedding(self._mask_token_id, mask_embedding_H)
 
     # -- what SGLang reads of a speculative worker ---------------------------------------------------------------
 

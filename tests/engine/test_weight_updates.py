@@ -6,11 +6,13 @@ the wrong model fits there.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_dflash import checkpoint, config, demo
+from sglang_dflash.drafter_variants import MASK_EMBEDDING_FILE
+from sglang_dflash.reference import drafter as reference
 from tests.engine import recording
 from tests.engine.serving import generate, serve
 from tests.engine.setup import HAS_CUDA
@@ -30,15 +34,19 @@ pytestmark = [
 ]
 
 NUM_NEW_TOKENS = 20
+BLOCK_SIZE = 8
 PROMPTS = demo.PROMPTS[:2]
 # Of the target only these layers differ, by noise relative to each tensor's own deviation.
 CHANGED_LAYERS = tuple(f"model.layers.{i}." for i in range(3))
 TARGET_NOISE = 0.2
 DRAFTER_NOISE = 0.1
+MASK_NOISE = 0.5
 GROUP = "weight_update_group"
 TIMEOUT_S = 120
 # Relative error of float32 sums, which other shapes of a batch order otherwise.
 TOLERANCE = 1e-5
+# The same between the engine and Transformers, over 35 layers.
+REFERENCE_TOLERANCE = 2e-4
 
 Tensors = dict[str, torch.Tensor]
 
@@ -139,21 +147,47 @@ def noisy(tensors: Tensors, scale: float, seed: int) -> Tensors:
 
 
 @pytest.fixture(scope="module")
-def old() -> demo.Models:
+def shipped() -> demo.Models:
     return demo.prepare()
 
 
 @pytest.fixture(scope="module")
-def new(old: demo.Models, tmp_path_factory: pytest.TempPathFactory) -> demo.Models:
+def mask_H(shipped: demo.Models) -> torch.Tensor:
+    """An embedding of the mask token unlike the target's, whose head is its embedding."""
+    table = load_file(shipped.target / "model.safetensors")["model.embed_tokens.weight"]
+    return noisy({"": table[mask_token_id(shipped)]}, MASK_NOISE, seed=3)[""]
+
+
+def mask_token_id(models: demo.Models) -> int:
+    chosen = checkpoint.read_config(models.drafter).mask_token_id
+    assert chosen is not None
+    return chosen
+
+
+def write_mask(models: demo.Models, mask_H: torch.Tensor) -> None:
+    torch.save({"embedding": mask_H, "mask_token_id": mask_token_id(models)}, models.drafter / MASK_EMBEDDING_FILE)
+
+
+@pytest.fixture(scope="module")
+def old(shipped: demo.Models, mask_H: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> demo.Models:
+    folder = tmp_path_factory.mktemp("old") / "drafter"
+    models = demo.Models(shipped.target, Path(shutil.copytree(shipped.drafter, folder)))
+    write_mask(models, mask_H)
+    return models
+
+
+@pytest.fixture(scope="module")
+def new(old: demo.Models, mask_H: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> demo.Models:
     scratch = tmp_path_factory.mktemp("new")
     target = Path(shutil.copytree(old.target, scratch / "target"))
     tensors = load_file(target / "model.safetensors")
     tensors |= noisy({name: t for name, t in tensors.items() if name.startswith(CHANGED_LAYERS)}, TARGET_NOISE, seed=1)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     drafter = noisy(drafter_tensors(old), DRAFTER_NOISE, seed=2)
-    return demo.Models(
-        target, checkpoint.write_checkpoint(scratch / "drafter", checkpoint.read_config(old.drafter), drafter)
-    )
+    checkpoint.write_checkpoint(scratch / "drafter", checkpoint.read_config(old.drafter), drafter)
+    models = demo.Models(target, scratch / "drafter")
+    write_mask(models, mask_H)
+    return models
 
 
 def target_tensors(models: demo.Models) -> Tensors:
@@ -188,11 +222,11 @@ def stages(
         recording.RECORD_VARIABLE: str(scratch / "record"),
     }
     stages: dict[str, dict[str, Any]] = {}
-    with serve(old, scratch / "log", env, speculative_num_draft_tokens=8) as url:
+    with serve(old, scratch / "log", env, speculative_num_draft_tokens=BLOCK_SIZE) as url:
         client = Client(url, prompts, scratch / "record")
         client.stages = stages
         update(client, old, new)
-    with serve(new, scratch / "fresh-log", env, speculative_num_draft_tokens=8) as url:
+    with serve(new, scratch / "fresh-log", env, speculative_num_draft_tokens=BLOCK_SIZE) as url:
         client = Client(url, prompts, scratch / "record")
         client.stages = stages
         client.measure("fresh")
@@ -257,8 +291,11 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert left["hidden"].keys() == right["hidden"].keys()
     assert left["hidden"]
     for key, hidden_KH in left["hidden"].items():
-        error = np.linalg.norm(hidden_KH - right["hidden"][key]) / np.linalg.norm(hidden_KH)
-        assert error < TOLERANCE, key
+        assert relative_error(hidden_KH, right["hidden"][key]) < TOLERANCE, key
+
+
+def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 def test_models_differ_where_they_should(stages: dict[str, Any]) -> None:
@@ -280,16 +317,48 @@ def test_an_update_of_the_target_leaves_the_drafter_alone(stages: dict[str, Any]
     assert stages[stage]["tokens"] == expected["tokens"]
 
 
-def test_answers_are_those_of_the_new_target(
-    stages: dict[str, Any], new: demo.Models, prompts: list[list[int]]
-) -> None:
+@pytest.fixture(scope="module")
+def new_target(new: demo.Models) -> Any:
     from transformers import AutoModelForCausalLM
 
-    target = AutoModelForCausalLM.from_pretrained(new.target, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(new.target, dtype=torch.float32).eval()
+
+
+def test_answers_are_those_of_the_new_target(stages: dict[str, Any], new_target: Any, prompts: list[list[int]]) -> None:
     for ids, tokens in zip(prompts, stages["disk"]["tokens"], strict=True):
         with torch.inference_mode():
-            logits_NV = target(torch.tensor([ids + tokens])).logits[0]
+            logits_NV = new_target(torch.tensor([ids + tokens])).logits[0]
         assert tokens == logits_NV[len(ids) - 1 : -1].argmax(-1).tolist()
+
+
+@torch.inference_mode()
+def test_the_mask_slots_embedding_is_the_drafters_alone(
+    stages: dict[str, Any], shipped: demo.Models, new_target: Any, prompts: list[list[int]], mask_H: torch.Tensor
+) -> None:
+    """It outlives an update of the target, and the target's table, here its head too, is as its checkpoint has it."""
+    table = new_target.get_input_embeddings().weight
+    assert torch.equal(table, new_target.get_output_embeddings().weight)
+    digest = hashlib.sha256(memoryview(table.numpy()).cast("B")).hexdigest()[:16]
+    assert stages["disk"]["target"]["model.embed_tokens.weight"] == digest
+    changed = table.clone()
+    changed[mask_token_id(shipped)] = mask_H.float()
+    borrowed = SimpleNamespace(
+        get_input_embeddings=lambda: lambda ids: torch.nn.functional.embedding(ids, changed),
+        get_output_embeddings=new_target.get_output_embeddings,
+    )
+    drafter = reference.load_drafter(shipped.drafter, torch.float32, "cpu")
+    ids = [*prompts[0], *stages["disk"]["tokens"][0]]
+    hidden_states = new_target.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    features_ND = torch.cat([hidden_states[tap + 1] for tap in drafter.config.target_layer_ids], dim=-1)[0]
+    rounds = {seq_len: hidden for (rid, seq_len), hidden in stages["disk"]["hidden"].items() if rid == "0"}
+    # Overlapped scheduling drafts once more after a request's end.
+    rounds = {seq_len: hidden_KH for seq_len, hidden_KH in rounds.items() if seq_len < len(ids)}
+    assert len(rounds) > 2
+    for seq_len, hidden_KH in rounds.items():
+        context = drafter.new_context()
+        drafter.inject(features_ND[:seq_len], context)
+        expected_KH, _ = drafter.draft_logits(borrowed, ids[seq_len], context, BLOCK_SIZE)
+        assert relative_error(hidden_KH, expected_KH.numpy()) < REFERENCE_TOLERANCE
 
 
 @pytest.mark.parametrize(

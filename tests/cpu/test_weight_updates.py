@@ -134,11 +134,56 @@ def test_tensors_for_no_model_in_particular_are_the_targets(selector: str, runne
     assert hooks._update_one_model(lambda manager, recv_req: recv_req.selector, None, asked) == runners
 
 
-def test_stacked_parameters_stay_views() -> None:
-    parameters = [torch.nn.Parameter(torch.full((2, 3), float(i))) for i in range(3)]
-    stacked = draft_model._stack_in_place(parameters)
-    parameters[1].data.copy_(torch.full((2, 3), 9.0))
-    assert stacked[:, 0, 0].tolist() == [0.0, 9.0, 2.0]
+def attention(bias: bool) -> SimpleNamespace:
+    """A layer of SGLang's drafter with 2 heads of queries and 1 of keys and values, 2 wide, of 3 hidden channels."""
+    return SimpleNamespace(
+        use_gemma_norm=False,
+        rotary_emb=SimpleNamespace(is_neox_style=True, cos_sin_cache=torch.zeros(2, 2)),
+        qkv_proj=SimpleNamespace(
+            weight=torch.nn.Parameter(torch.zeros(8, 3)), bias=torch.nn.Parameter(torch.zeros(8)) if bias else None
+        ),
+        k_norm=SimpleNamespace(weight=torch.nn.Parameter(torch.ones(2)), variance_epsilon=1e-6),
+        attn=SimpleNamespace(k_scale=None, v_scale=None),
+        q_size=4,
+        num_kv_heads=1,
+        v_scale=None,
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_injection_reads_the_parameters_as_they_are_now(
+    monkeypatch: pytest.MonkeyPatch, drafter: Path, bias: bool
+) -> None:
+    layers = [attention(bias) for _ in range(3)]
+    model = SimpleNamespace(
+        layers=[SimpleNamespace(self_attn=layer) for layer in layers],
+        load_weights=None,
+        project_target_hidden=None,
+        set_block_size=lambda size: None,
+    )
+    pool = SimpleNamespace(head_num=1, k_buffer=[torch.zeros(4, 1, 2)] * 3, v_buffer=[torch.zeros(4, 1, 2)] * 3)
+    runner = SimpleNamespace(dtype=torch.float32, device="cpu", model=model, token_to_kv_pool=pool, check_weights=None)
+    runner.weight_updater = Updater(model)
+    bundle = SimpleNamespace(draft_worker=None, draft_model_runner=runner, draft_model=model)
+    monkeypatch.setattr(draft_model, "build_draft_tp_worker", lambda **options: bundle)
+    monkeypatch.setattr(draft_model, "make_draft_block_spec_info", lambda **options: None)
+    monkeypatch.setattr(draft_model, "_require_token_major", lambda pool: None)
+    monkeypatch.setattr(draft_model.arguments, "drafter", lambda args: checkpoint.read_config(drafter))
+    target = SimpleNamespace(embed=None, runner=SimpleNamespace(dtype=torch.float32, model_config=None))
+    read = draft_model.DraftModel(None, 0, 0, target, 4).layers()
+    for i, layer in enumerate(layers, 1):
+        for parameter in (layer.qkv_proj.weight, layer.qkv_proj.bias, layer.k_norm.weight):
+            if parameter is not None:
+                parameter.data.copy_(torch.full_like(parameter, i))
+    assert read.kv_weight_LEH.shape == (3, 4, 3)
+    assert read.kv_weight_LEH[:, 0, 0].tolist() == [1, 2, 3]
+    assert read.k_norm_LD[:, 0].tolist() == [1, 2, 3]
+    if bias:
+        assert read.kv_bias_LE is not None
+        assert read.kv_bias_LE.shape == (3, 4)
+        assert read.kv_bias_LE[:, 0].tolist() == [1, 2, 3]
+    else:
+        assert read.kv_bias_LE is None
 
 
 def embedding(scale: float | None = None) -> TargetModel:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from sglang_dflash.drafter_config import (
     read_config,
 )
 from sglang_dflash.drafter_fit import TargetFacts, last_tap, resolve_mask_token_id, validate
+from sglang_dflash.drafter_variants import MASK_EMBEDDING_FILE, SERVED
 
 __all__ = [
     "DrafterConfig",
@@ -35,12 +38,14 @@ __all__ = [
     "default_taps",
     "expected_tensors",
     "last_tap",
+    "load_mask_embedding",
     "load_tensors",
     "random_drafter",
     "read_config",
     "read_headers",
     "resolve_mask_token_id",
     "sglang_form",
+    "standard_name",
     "validate",
     "write_checkpoint",
 ]
@@ -127,12 +132,12 @@ def check_tensors(path: str | Path, config: DrafterConfig) -> dict[str, str]:
     Returns the tensors that are present and not read, with the reason. Raises one ValueError that names every missing,
     unexpected, doubled or misshapen tensor and a file cut short, with the likely cause where it is known.
     """
-    if config.variant != "dflash":
+    if config.variant not in SERVED:
         raise ValueError(f"{path}: expected a plain DFlash drafter, got variant {config.variant}; serve it another way")
     expected, ignored, problems = expected_tensors(config), dict[str, str](), list[str]()
     found: set[str] = set()
     for header in read_headers(path):
-        name = _standard_name(header.name)
+        name = standard_name(header.name)
         if name in found or name in ignored:
             problems.append(f"{name}: expected once, got again in {header.file.name}; remove one of the files")
         elif name.endswith("rotary_emb.inv_freq"):
@@ -164,9 +169,30 @@ def load_tensors(
     for file in _weight_files(Path(path)):
         with safe_open(file, framework="pt", device=str(device)) as weights:
             for name in weights.keys():  # noqa: SIM118 - a safe_open handle does not iterate
-                if (standard := _standard_name(name)) in expected:
+                if (standard := standard_name(name)) in expected:
                     tensors[standard] = weights.get_tensor(name).to(dtype=dtype)
     return tensors
+
+
+def load_mask_embedding(path: str | Path, config: DrafterConfig, mask_token_id: int) -> torch.Tensor | None:
+    """The trained embedding (H) of the block's mask slots from `mask_embedding.pt`; None where there is no such file.
+
+    Raises ValueError where the file is of another drafter or mask token, or holds an embedding for each position.
+    """
+    file = Path(path) / MASK_EMBEDDING_FILE
+    if not file.exists():
+        return None
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        embedding_H, trained_id = saved["embedding"], int(saved["mask_token_id"])
+    except (pickle.UnpicklingError, RuntimeError, LookupError, TypeError, ValueError, EOFError) as error:
+        raise ValueError(f"{file}: expected embedding and mask_token_id, got {error!r}; save the two") from error
+    if trained_id != mask_token_id:
+        raise ValueError(f"{file}: expected mask_token_id {mask_token_id}, got {trained_id}; correct the config's")
+    if saved.get("per_position") or tuple(embedding_H.shape) != (config.hidden_size,):
+        got = "one for each position" if saved.get("per_position") else list(embedding_H.shape)
+        raise ValueError(f"{file}: expected an embedding [{config.hidden_size}], got {got}; train one for all slots")
+    return embedding_H
 
 
 def write_checkpoint(path: str | Path, config: DrafterConfig, tensors: Mapping[str, torch.Tensor]) -> Path:
@@ -206,15 +232,18 @@ def sglang_form(path: str | Path, cache_dir: str | Path) -> Path:
     if config.form == "z-lab":
         return source
     ignored = check_tensors(source, config)
-    files = _weight_files(source)
+    files, mask = _weight_files(source), list(source.glob(MASK_EMBEDDING_FILE))
     stamp = [
-        (str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in [source / "config.json", *files]
+        (str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns)
+        for file in [source / "config.json", *files, *mask]
     ]
     directory = Path(cache_dir) / f"{source.name}-{hashlib.sha256(repr(stamp).encode()).hexdigest()[:16]}"
     if (directory / "config.json").exists():
         return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in mask:
+        shutil.copy(file, directory)
     if all(name.endswith("rotary_emb.inv_freq") for name in ignored):
-        directory.mkdir(parents=True, exist_ok=True)
         index = source / "model.safetensors.index.json"
         for file in [*files, index] if index.exists() else files:
             link = directory / file.name
@@ -302,7 +331,8 @@ def _cut_short(file: Path) -> str | None:
     return None if size == end else f"{file.name}: expected {end} bytes, got {size}; download the file again"
 
 
-def _standard_name(name: str) -> str:
+def standard_name(name: str) -> str:
+    """A tensor's name as `expected_tensors` has it, from one that SGLang's loader accepts."""
     return _ALIASES.get(name, name.removeprefix("model."))
 
 
@@ -350,7 +380,7 @@ def _dtype_name(directory: Path, config: DrafterConfig) -> str:
     """The dtype of the drafter's tensors by torch's name."""
     expected = expected_tensors(config)
     names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-    kinds = {header.dtype for header in read_headers(directory) if _standard_name(header.name) in expected}
+    kinds = {header.dtype for header in read_headers(directory) if standard_name(header.name) in expected}
     if len(kinds) != 1 or not kinds <= names.keys():
         raise ValueError(f"{directory}: expected tensors of one of {sorted(names)}, got {sorted(kinds)}; convert them")
     return names[kinds.pop()]

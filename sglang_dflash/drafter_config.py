@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.drafter_variants import VARIANTS, find_variant
+from sglang_dflash.drafter_variants import MASK_EMBEDDING_FILE, VARIANTS, find_variant
 
 # Name that SGLang 0.5.23 looks up in the tokenizer where a drafter names no mask token.
 DEFAULT_MASK_TOKEN = "<|MASK|>"
@@ -108,7 +108,7 @@ def read_config(path: str | Path) -> DrafterConfig:
     raw = _json_object(file)
     speculators = "speculators_model_type" in raw
     keys = _Keys(str(file), raw, speculators)
-    variant = find_variant(raw, has_mask_embedding=(Path(path) / "mask_embedding.pt").exists())
+    variant = find_variant(raw, has_mask_embedding=(Path(path) / MASK_EMBEDDING_FILE).exists())
     _check_kind(keys, raw, variant)
     config = DrafterConfig(
         block_size=keys.integer("block_size", minimum=1),

@@ -25,6 +25,10 @@ VARIANTS: dict[str, bool] = {
     "rope-layout": True,
     "mask-embedding": True,
 }
+# What sglang-dflash itself serves.
+SERVED = ("dflash", "mask-embedding")
+# A trained embedding for the block's mask slots, beside the checkpoint; the target's table keeps its own row.
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
 def find_variant(raw: Mapping[str, Any], *, has_mask_embedding: bool = False) -> str:

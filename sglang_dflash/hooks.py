@@ -1,4 +1,4 @@
-"""The hooks: two on SGLang's argument resolution, one on the choice of the speculative worker, three in the scheduler.
+"""The hooks: two on SGLang's argument resolution, one on the choice of the speculative worker, six in the scheduler.
 
 All are AROUND hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
 """
@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_dflash import __version__, config
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import (
+        UpdateWeightFromDiskReqInput,
+        UpdateWeightsFromDistributedReqInput,
+        UpdateWeightsFromTensorReqInput,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +28,16 @@ _SERVER_INFO = (
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative"
 )
 _ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+_UPDATE_FROM_DISK = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk"
+)
+_UPDATE_FROM_TENSOR = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor"
+)
+_UPDATE_FROM_DISTRIBUTED = (
+    "sglang.srt.managers.scheduler_components.weight_updater"
+    ".SchedulerWeightUpdaterManager.update_weights_from_distributed"
+)
 # Targets that carry our hook in this process.
 _OURS: set[str] = set()
 
@@ -87,7 +104,14 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
         grammar_backend=server_args.grammar_backend,
     )
     reasons = reasons or _apply(
-        {_VALIDATE_REQUEST: validate, _SERVER_INFO: _add_server_info, _ROW_HEADROOM: _row_headroom}
+        {
+            _VALIDATE_REQUEST: validate,
+            _SERVER_INFO: _add_server_info,
+            _ROW_HEADROOM: _row_headroom,
+            _UPDATE_FROM_DISK: _update_from_disk,
+            _UPDATE_FROM_TENSOR: _update_one_model,
+            _UPDATE_FROM_DISTRIBUTED: _update_one_model,
+        }
     )
     if reasons:
         _hand_over(reasons)
@@ -130,3 +154,22 @@ def _row_headroom(original: Any) -> int:
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
     return max(original(), get_alloc_reserve_per_decode())
+
+
+def _update_from_disk(original: Any, self: Any, recv_req: UpdateWeightFromDiskReqInput) -> Any:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+    from sglang_dflash.host import weights
+
+    if refusal := weights.folder_refusal(recv_req.model_path):
+        return UpdateWeightFromDiskReqOutput(success=False, message=refusal)
+    return original(self, recv_req)
+
+
+def _update_one_model(
+    original: Any, self: Any, recv_req: UpdateWeightsFromTensorReqInput | UpdateWeightsFromDistributedReqInput
+) -> Any:
+    """Tensors that are sent to no model in particular are the target's."""
+    if recv_req.selector == "all":
+        recv_req.selector = "target"
+    return original(self, recv_req)

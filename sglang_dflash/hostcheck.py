@@ -78,6 +78,39 @@ WORKER = (
         ("self", "state"),
         exact=True,
     ),
+    Contract(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
+        ("self", "recv_req"),
+        exact=True,
+    ),
+    Contract(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor",
+        ("self", "recv_req"),
+        exact=True,
+    ),
+    Contract(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_distributed",
+        ("self", "recv_req"),
+        exact=True,
+    ),
+    Contract("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput", ("model_path",)),
+    Contract("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqInput", ("selector",)),
+    Contract("sglang.srt.managers.io_struct.UpdateWeightsFromDistributedReqInput", ("selector",)),
+    Contract("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqOutput", ("success", "message")),
+    Contract(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater",
+        ("begin_weight_update", "end_weight_update"),
+    ),
+    Contract(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
+        ("self", "named_tensors", "load_format"),
+    ),
+    Contract(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.load_weights_from_distributed",
+        ("self", "named_tensors"),
+    ),
+    Contract("sglang.srt.model_executor.model_runner.ModelRunner.check_weights"),
+    Contract("sglang.srt.models.dflash.DFlashDraftModel.load_weights", ("weights",)),
     Contract("sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len", (), exact=True),
     Contract("sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode"),
     Contract(

@@ -68,6 +68,8 @@ class DFlashWorker(BaseSpecWorker):
         self.policy = FixedWidth(self.block_size)
         self.alarm = AcceptanceAlarm()
         self._mask_token_id = arguments.mask_token_id(server_args)
+        if (mask_embedding_H := arguments.mask_embedding(server_args)) is not None:
+            self.target.set_mask_embedding(self._mask_token_id, mask_embedding_H)
 
     # -- what SGLang reads of a speculative worker ---------------------------------------------------------------
 
@@ -88,7 +90,7 @@ class DFlashWorker(BaseSpecWorker):
         return (self.target.runner.attn_backend, self.drafter.runner.attn_backend)
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
-        return [("draft", self.drafter.runner)]
+        return [("draft", self.drafter.weights)]
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """SGLang tells what a round accepted, once the host knows it."""

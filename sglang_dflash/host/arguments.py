@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_dflash import checkpoint, cpu, drafter_config, drafter_fit, paths
+from sglang_dflash.drafter_variants import MASK_EMBEDDING_FILE, SERVED
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +82,7 @@ def reasons_for_stock(server_args: Any) -> list[str]:
         reasons.append("a target with recurrent layers, whose state each round must commit")
     if not reasons and cfg.speculative_draft_model_path is not None:
         drafter = drafter_config.read_config(drafter_dir(cfg))
-        if drafter.variant != "dflash":
+        if drafter.variant not in SERVED:
             if not drafter.served_by_stock:
                 raise ValueError(
                     f"the drafter {cfg.speculative_draft_model_path}: expected a DFlash drafter, got the variant "
@@ -116,7 +120,7 @@ def drafter_dir(cfg: Any) -> Path:
             snapshot_download(
                 cfg.speculative_draft_model_path,
                 revision=cfg.speculative_draft_model_revision,
-                allow_patterns=["*.json", "*.safetensors", "mask_embedding.pt"],
+                allow_patterns=["*.json", "*.safetensors", MASK_EMBEDDING_FILE],
             )
         )
     except (OSError, ValueError) as error:
@@ -152,7 +156,9 @@ def resolve(server_args: Any) -> None:
     block_size = _requested_block_size(cfg)
     path = drafter_dir(cfg)
     drafter = drafter_config.read_config(path)
-    drafter_fit.validate(drafter, _target_facts(server_args, drafter), block_size)
+    facts = _target_facts(server_args, drafter)
+    drafter_fit.validate(drafter, facts, block_size)
+    checkpoint.load_mask_embedding(path, drafter, drafter_fit.resolve_mask_token_id(drafter, facts))
     if (cfg.speculative_draft_load_format or cfg.load_format) != "dummy":
         checkpoint.check_tensors(path, drafter)
     for name in ("speculative_num_steps", "speculative_eagle_topk"):
@@ -170,6 +176,9 @@ def resolve(server_args: Any) -> None:
     )
     _resolve_scheduling(server_args)
     _resolve_attention(server_args)
+    if cfg.enable_memory_saver and not cfg.enable_weights_cpu_backup:
+        # The target gets its weights back from a trainer when a sleeping server wakes; nobody has the drafter's.
+        _declare(server_args, enable_draft_weights_cpu_backup=True)
 
 
 def _refuse_unused(cfg: Any) -> None:
@@ -187,10 +196,21 @@ def _refuse_unused(cfg: Any) -> None:
         raise ValueError(f"{', '.join(given)}: expected only flags that DFlash reads, got these; leave them out.")
 
 
+def drafter(server_args: Any) -> drafter_config.DrafterConfig:
+    """The drafter's config."""
+    return drafter_config.read_config(drafter_dir(_view(server_args)))
+
+
 def mask_token_id(server_args: Any) -> int:
     """The drafter's mask token, by the rule that `resolve` checked it with."""
-    drafter = drafter_config.read_config(drafter_dir(_view(server_args)))
-    return drafter_fit.resolve_mask_token_id(drafter, _target_facts(server_args, drafter))
+    config = drafter(server_args)
+    return drafter_fit.resolve_mask_token_id(config, _target_facts(server_args, config))
+
+
+def mask_embedding(server_args: Any) -> torch.Tensor | None:
+    """The drafter's own embedding (H) of the mask token, None where it uses the target's."""
+    path = drafter_dir(_view(server_args))
+    return checkpoint.load_mask_embedding(path, drafter(server_args), mask_token_id(server_args))
 
 
 def _requested_block_size(cfg: Any) -> int | None:

@@ -13,7 +13,9 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker, make_draft_block_spec_info
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.host import arguments
 from sglang_dflash.host.target_model import TargetModel
+from sglang_dflash.host.weights import DrafterWeights
 from sglang_dflash.inject.features import DraftLayers
 from sglang_dflash.records import Block, Round
 
@@ -40,7 +42,10 @@ class DraftModel:
         _require_dense(attention)
         # Before the KV pool takes the free memory: the layers' projections move into one tensor each.
         self._qkv_weight_LEH = _stack_in_place([a.qkv_proj.weight for a in attention])
+        biases = [a.qkv_proj.bias for a in attention]
+        self._qkv_bias_LE = None if biases[0] is None else _stack_in_place(biases)
         self._k_norm_LD = _stack_in_place([a.k_norm.weight for a in attention])
+        self.weights = DrafterWeights(self.runner, arguments.drafter(server_args))
         self._spec_info = make_draft_block_spec_info(draft_token_num=block_size, device=self.runner.device)
         self._score: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
@@ -100,9 +105,7 @@ class DraftModel:
         pool = self.runner.token_to_kv_pool
         _require_token_major(pool)
         assert pool.head_num == attention[0].num_kv_heads, "the drafter's KV pool was sized for another number of heads"
-        kv_bias_LE = None
-        if attention[0].qkv_proj.bias is not None:
-            kv_bias_LE = torch.stack([a.qkv_proj.bias[a.q_size :] for a in attention])
+        kv_bias_LE = None if self._qkv_bias_LE is None else self._qkv_bias_LE[:, attention[0].q_size :]
         rotary = attention[0].rotary_emb
         return DraftLayers(
             fuse=self.model.project_target_hidden,

@@ -26,6 +26,7 @@ class TargetModel:
         self._processors = LogitProcessors()
         self._embedding = self.runner.model.get_input_embeddings()
         self._embedding_scale = 1.0 if scale is None else float(scale())
+        self._mask: tuple[int, torch.Tensor] | None = None
 
     def head(self) -> torch.Tensor:
         """The language-model head (V, H) without padded rows, which the drafter shares.
@@ -42,9 +43,18 @@ class TargetModel:
             )
         return weight[: int(self.runner.model_config.vocab_size)]
 
+    def set_mask_embedding(self, mask_token_id: int, embedding_H: torch.Tensor) -> None:
+        """Let `embed` give the mask token an embedding of the drafter's own; the target's table, and its head where
+        the two are one, stay as they are."""
+        like = self._embedding.weight
+        self._mask = (mask_token_id, embedding_H.to(device=like.device, dtype=like.dtype))
+
     def embed(self, ids_N: torch.Tensor) -> torch.Tensor:
-        """The target's embeddings (N, H) of a block's ids, which the drafter shares."""
+        """The embeddings (N, H) of a block's ids: the target's, which the drafter shares, and its own for the mask."""
         embeds_NH = self._embedding(ids_N)
+        if self._mask is not None:
+            mask_token_id, mask_H = self._mask
+            embeds_NH = torch.where((ids_N == mask_token_id)[:, None], mask_H, embeds_NH)
         return embeds_NH if self._embedding_scale == 1.0 else embeds_NH * self._embedding_scale
 
     def prefill(self, batch: Any) -> tuple[Any, torch.Tensor]:

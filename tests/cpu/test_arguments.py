@@ -114,6 +114,23 @@ def test_the_users_values_stay(resolve: Resolve, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, False),
+        ({"enable_memory_saver": True}, True),
+        # All weights are kept already.
+        ({"enable_memory_saver": True, "enable_weights_cpu_backup": True}, False),
+    ],
+)
+def test_a_sleeping_servers_drafter_is_kept(raw: Callable[..., Any], options: dict[str, Any], kept: bool) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    server_args = raw(**options)
+    arguments.resolve(server_args)
+    assert resolving_view(server_args).enable_draft_weights_cpu_backup == kept
+
+
+@pytest.mark.parametrize(
     ("options", "backend"),
     [
         ({"attention_backend": "triton"}, "triton"),

@@ -326,6 +326,15 @@ def test_sglang_form_is_made_once_and_again_when_the_checkpoint_changes(tmp_path
     assert read_config(sglang_form(source, tmp_path / "cache")).block_size == 4
 
 
+def test_sglang_form_keeps_the_mask_embedding(tmp_path):
+    source = speculators(tmp_path / "s")
+    plain = sglang_form(source, tmp_path / "cache")
+    torch.save({"embedding": torch.ones(16), "mask_token_id": 16}, source / "mask_embedding.pt")
+    form = sglang_form(source, tmp_path / "cache")
+    assert form != plain
+    assert torch.equal(checkpoint.load_mask_embedding(form, read_config(form), 16), torch.ones(16))
+
+
 def test_sglang_form_links_shards_and_their_index(tmp_path):
     written(sharded(tmp_path / "s"), SPECULATORS_SMALL)
     form = sglang_form(tmp_path / "s", tmp_path / "cache")

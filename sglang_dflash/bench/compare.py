@@ -108,9 +108,10 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engine_arguments(args: argparse.Namespace, scratch: Path, examples: Sequence[Any]) -> dict[str, Any]:
-    arguments = setup.engine_arguments(args, scratch, max(args.prompt_tokens + args.new_tokens, *args.ttft, 0))
+    arguments = setup.engine_arguments(args, scratch, args.prompt_tokens + args.new_tokens, max(args.ttft, default=0))
     if examples:
         own = heldout.engine_arguments(examples, args.batches, args.new_tokens)
+        own["max_total_tokens"] = max(own["max_total_tokens"], arguments["max_total_tokens"])
         arguments |= {key: value for key, value in own.items() if key in arguments}
     return arguments | setup.user_arguments(args.engine)
 

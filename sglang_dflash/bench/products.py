@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,10 +42,12 @@ def main(args: argparse.Namespace) -> int:
         from sglang_dflash import demo
 
         args.target = demo.prepare_target()
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     shapes = product_shapes(json.loads((args.target / "config.json").read_text()))
-    rows = measure(shapes, args.rows, args.repeats)
+    # As in the engine (see cpu.bootstrap). OpenMP reads it as it starts, so that it takes a process of its own.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    threads = args.threads or torch.get_num_threads()
+    with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (threads,)) as pool:
+        rows = pool.apply(measure, (shapes, args.rows, args.repeats))
     table = Table("rows", "MKL ms", "oneDNN ms", "oneDNN / MKL")
     for num_rows, times in rows.items():
         ratio = times["oneDNN"] / times["MKL"]
@@ -51,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
     console = Console()
     console.print(table)
     console.print(
-        f"{args.target.name}, {len(shapes)} products a step, float32, {torch.get_num_threads()} threads, "
+        f"{args.target.name}, {len(shapes)} products a step, float32, {threads} threads, "
         f"{setup.card()}, torch {torch.__version__}, median of {args.repeats} repeats in turn",
         highlight=False,
         soft_wrap=True,

@@ -65,17 +65,23 @@ def check_model_arguments(args: argparse.Namespace) -> None:
         args.target, args.drafter = str(models.target), str(models.drafter)
 
 
-def engine_arguments(args: argparse.Namespace, scratch: Path, num_tokens: int) -> dict[str, Any]:
+def engine_arguments(
+    args: argparse.Namespace, scratch: Path, num_tokens: int, longest_prompt: int = 0
+) -> dict[str, Any]:
     """Arguments of `sglang.Engine` for all columns.
 
     Args:
         scratch: folder for the config of a random drafter.
-        num_tokens: of a request's prompt and answer together.
+        num_tokens: of a request's prompt and answer together. The KV pool holds two of them for every request that runs
+            at once: SGLang must admit a whole batch together, or its rounds could not be counted.
+        longest_prompt: tokens of the longest prompt that runs alone.
     """
     arguments: dict[str, Any] = {
         "random_seed": SEED,
         "max_running_requests": max(args.batches),
-        "max_total_tokens": 2 * max(args.batches) * (num_tokens + SPARE_TOKENS),
+        "max_total_tokens": max(
+            2 * max(args.batches) * (num_tokens + SPARE_TOKENS), 2 * (longest_prompt + SPARE_TOKENS)
+        ),
         "skip_tokenizer_init": True,
         **precision(args.dtype),
     }

@@ -118,7 +118,9 @@ def rounds(result: Mapping[str, Any]) -> Group:
             parts += [Text(f"{name}: {note}") for note in breakdown["notes"]]
     sizes = ", ".join(f"{part} {size / 1e9:.3f} GB" for part, size in floor["weight_bytes"].items())
     parts.append(Text(f"floor: {sizes}, read at {floor['copy_gbytes_per_s']:.0f} GB/s, the rate of a large copy here"))
-    parts.append(Text("busy: kernels' time; gaps and host: under the profiler, which slows the host"))
+    parts.append(
+        Text("busy: kernels' time; gaps and host: under the profiler, which slows the host; a gap is its kernel's")
+    )
     if setup["forced_acceptance"] is not None:
         parts.append(Text(f"acceptance forced to {setup['forced_acceptance']}: no real answers"))
     return Group(*parts)

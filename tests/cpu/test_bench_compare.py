@@ -12,6 +12,7 @@ import pytest
 from sglang_dflash import checkpoint, cli
 from sglang_dflash.bench import columns, correctness, steps
 from sglang_dflash.bench.columns import Column
+from sglang_dflash.bench.setup import SPARE_TOKENS
 from sglang_dflash.cpu import bootstrap
 from sglang_dflash.offline import Answer
 from sglang_dflash.train import dataset
@@ -135,6 +136,7 @@ def test_engines_take_turns_on_the_same_prompts(command: list[str]) -> None:
     assert all(call["ignore_eos"] for call in plain)
     # Check and warm-up, then each repeat starts with another engine; two calls in a row each.
     assert _Engine.order[:6] == ["plain", "stock", "ours"] * 2
+    assert _Engine.started[0]["max_total_tokens"] == 2 * 2 * (64 + 144 + SPARE_TOKENS)
     assert _Engine.order[6::2] == ["plain", "stock", "ours", "stock", "ours", "plain", "ours", "plain", "stock"]
 
 
@@ -193,7 +195,7 @@ def test_unforced_engines_are_checked_before_forced_ones(
 def test_first_tokens_of_prompts_that_are_not_cached(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*command, "--ttft", "512,40"]) == 0
+    assert cli.main([*command, "--batches", "1", "--ttft", "512,40"]) == 0
     first = [call for call in _Engine.calls["ours"] if call["max_new_tokens"] == 1]
     assert [len(call["prompts"][0]) for call in first] == [512] * 4 + [40] * 4
     prompts = [tuple(call["prompts"][0]) for call in first]
@@ -201,7 +203,7 @@ def test_first_tokens_of_prompts_that_are_not_cached(
     assert first == [call for call in _Engine.calls["plain"] if call["max_new_tokens"] == 1]
     assert _result(tmp_path)["ttft_ms"]["512"]["ours"]["median"] == pytest.approx(10)
     assert "prompt tokens, not cached" in capsys.readouterr().out
-    assert _Engine.started[0]["max_total_tokens"] >= 2 * 512
+    assert _Engine.started[0]["max_total_tokens"] == 2 * (512 + SPARE_TOKENS)
 
 
 def test_held_out_prompts_by_family(

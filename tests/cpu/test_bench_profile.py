@@ -166,18 +166,24 @@ def test_products_are_those_of_a_step() -> None:
     assert shapes == [(64, 32), (32, 32), (96, 32), (32, 48)] * 6 + [(64, 32)]
 
 
-def test_both_libraries_are_timed_on_the_same_products(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    called: list[tuple[int, int]] = []
-    own = products.products.mm
-    monkeypatch.setattr(products.products, "mm", lambda a, b: called.append((a.shape[0], b.shape[1])) or own(a, b))
+def test_both_libraries_compute_every_product_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, tuple[int, ...]]] = []
+    monkeypatch.setattr(products, "_mkl", lambda a, b: calls.append(("MKL", (a.shape[0], b.shape[1]))))
+    monkeypatch.setattr(products.products, "mm", lambda a, b: calls.append(("oneDNN", (a.shape[0], b.shape[1]))))
+    times = products.measure([(6, 4), (3, 5)], [1, 2], repeats=1)
+    assert {rows: set(row) for rows, row in times.items()} == {rows: {"MKL", "oneDNN"} for rows in (1, 2)}
+    one = [("MKL", (1, 6)), ("MKL", (1, 3)), ("oneDNN", (1, 6)), ("oneDNN", (1, 3))]
+    assert calls[:8] == [*one, *one[2:], *one[:2]], "warm-up, then a repeat that starts with the other"
+    assert len(calls) == 16
+
+
+def test_the_table_of_products(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TARGET))
-    assert cli.main(["bench", "cpu-products", "--target", str(tmp_path), "--rows", "1,3", "--repeats", "2"]) == 0
-    assert [rows for rows, _ in called] == [1] * 75 + [3] * 75
+    command = ["bench", "cpu-products", "--target", str(tmp_path), "--rows", "1,3", "--repeats", "1", "--threads", "1"]
+    assert cli.main(command) == 0
     out = capsys.readouterr().out
     assert set(_rows(out)) == {"1", "3"}
-    assert "25 products a step, float32" in out
+    assert "25 products a step, float32, 1 threads" in out
 
 
 @pytest.mark.parametrize("rows", [1, 3])

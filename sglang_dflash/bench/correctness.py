@@ -71,7 +71,7 @@ def judge(answers: Mapping[str, Sequence[Answer]], columns: Sequence[Column], dt
     rates = {name: figures.rate([(answers[plain], answers[name])]) for name in others}
     tolerated = 0.0 if dtype == "float32" else TOLERATED
     limit = tolerated + max((rates[name] for name in others if kinds[name] == "stock"), default=0.0)
-    wrong = [name for name in others if kinds[name] == "ours" and rates[name] > limit]
+    wrong = [name for name in others if rates[name] > limit]
     places = {name: _first_differences(answers[plain], answers[name]) for name in others}
     total = len(answers[plain])
     told = ", ".join(f"{name} {round(rate * total)} of {total}" for name, rate in rates.items())

@@ -239,6 +239,18 @@ def test_sampled_answers_are_not_compared(
     assert "sampled (temperature 0.6, top_p 0.95): answers are draws" in capsys.readouterr().out
 
 
+def test_sampled_steps_are_not_compared(command: list[str], tmp_path: Path) -> None:
+    assert cli.main([*command, "--temperature", "1"]) == 0
+    assert _Engine.calls["plain"][1]["temperature"] == 1
+    assert "differing_requests" not in _result(tmp_path)["batches"]["1"]
+
+
+def test_a_temperature_of_zero_is_greedy(command: list[str], tmp_path: Path) -> None:
+    assert cli.main([*command, "--temperature", "0"]) == 0
+    assert _result(tmp_path)["setup"]["sampling"] == {}
+    assert "differing_requests" in _result(tmp_path)["batches"]["1"]
+
+
 def test_the_width_of_a_column_is_the_one_its_engine_verifies(
     command: list[str], held_out: list[str], tmp_path: Path
 ) -> None:

@@ -133,6 +133,20 @@ def test_device_times_by_stage(tmp_path: Path, argmax: str) -> None:
     assert result.notes == ()
 
 
+def test_time_is_counted_once_where_kernels_overlap(tmp_path: Path) -> None:
+    """A short kernel beside the target's long one takes no time from anyone."""
+    events = rounds(host_round) + rounds(device_round)
+    for i in range(NUM_ROUNDS):
+        t = i * ROUND_US
+        events += [launch(100 * i + 9, t + 575), kernel("beside", 100 * i + 9, t + 400, t + 410)]
+    result = trace.read(write(tmp_path, events))
+    assert result.busy_ms == pytest.approx(0.55)
+    assert result.stages["verify"].busy_ms == pytest.approx(0.28)
+    assert result.stages["accept"].num_kernels == 2
+    assert result.stages["accept"].busy_ms == pytest.approx(0.02)
+    assert result.stages["accept"].gap_ms == 0
+
+
 def test_a_split_product_is_of_the_head_with_its_sum(tmp_path: Path) -> None:
     events = rounds(host_round) + rounds(device_round)
     for event in [e for e in events if e["name"] == "rms_norm"]:

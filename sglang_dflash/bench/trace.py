@@ -231,9 +231,11 @@ def _split_heads(kernels: Sequence[Kernel], names: list[str]) -> bool:
             launches.setdefault(kernel.correlation, []).append(number)
     found = False
     for numbers in launches.values():
-        argmax = next((i for i, n in enumerate(numbers) if _ARGMAX.search(kernels[n].name)), None)
-        if argmax is None:
+        # The last one: kernels of attention over split keys have such names too.
+        matches = [i for i, n in enumerate(numbers) if _ARGMAX.search(kernels[n].name)]
+        if not matches:
             continue
+        argmax = matches[-1]
         products = [i for i in range(argmax) if _PRODUCT.search(kernels[numbers[i]].name)]
         if len(products) > 1 and _SPLIT_SUM.search(kernels[numbers[products[-1]]].name):
             products.pop()

@@ -147,6 +147,13 @@ def test_time_is_counted_once_where_kernels_overlap(tmp_path: Path) -> None:
     assert result.stages["accept"].gap_ms == 0
 
 
+def test_an_attention_that_combines_is_not_taken_for_the_head(tmp_path: Path) -> None:
+    events = rounds(host_round) + rounds(device_round)
+    for event in [e for e in events if e["name"] == "rms_norm"]:
+        event["name"] = "flash_fwd_splitkv_combine_kernel"
+    assert trace.read(write(tmp_path, events)).stages["head"].busy_ms == pytest.approx(0.04)
+
+
 def test_a_split_product_is_of_the_head_with_its_sum(tmp_path: Path) -> None:
     events = rounds(host_round) + rounds(device_round)
     for event in [e for e in events if e["name"] == "rms_norm"]:

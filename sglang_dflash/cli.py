@@ -1,4 +1,4 @@
-"""`sglang-dflash`: serve a model, check the installation, show the demo.
+"""`sglang-dflash`: serve a model, check the installation, show the demo, train a drafter, measure.
 
 `serve` adds what a recipe and the machine ask for to SGLang's own command line and becomes that command: the process
 is replaced by `python -m sglang.launch_server`, so the server is SGLang's, started as SGLang starts it.
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "check": ("check that this package's worker would run here", check),
         "demo": ("compare DFlash with plain decoding on a small model", demo),
         "train": ("train a drafter for a target", train),
+        "bench": ("compare speeds, and profile one decode round", bench),
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: sglang-dflash COMMAND ...\n")
@@ -92,6 +93,13 @@ def serve(argv: list[str]) -> int:
 def train(argv: list[str]) -> int:
     """Make data for a drafter, train it, write it in other forms."""
     from sglang_dflash.train import cli
+
+    return cli.main(argv)
+
+
+def bench(argv: list[str]) -> int:
+    """Measure engines beside each other on this machine."""
+    from sglang_dflash.bench import cli
 
     return cli.main(argv)
 

@@ -4,6 +4,9 @@ SGLang 0.5.23 offers no flag for a plugin's settings, so they come from the envi
 
     SGLANG_DFLASH_STRICT=1     a start that cannot be served by our worker fails instead of going to the stock worker
     SGLANG_DFLASH_CONFIG=...   a JSON object, or the path of a file that holds one, with the keys of `Config`
+
+`sglang-dflash bench profile` sets one more for its engines, SGLANG_DFLASH_RANGES: `ours` or `stock`, the worker that
+serves with its stages marked for the profiler.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 
 STRICT_VARIABLE = "SGLANG_DFLASH_STRICT"
 CONFIG_VARIABLE = "SGLANG_DFLASH_CONFIG"
+RANGES_VARIABLE = "SGLANG_DFLASH_RANGES"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,8 @@ WEIGHTS_VERSION = "0.1.2"
 WEIGHTS_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGED_DRAFTER = Path(__file__).parent / "drafters" / f"{TARGET_NAME}.safetensors"
 
-# A CPU pays for every row of the verified block: 8 are quicker there than the 16 that the drafter was trained for.
+# A CPU pays for every row of the verified block: 8 are quicker there than the 16 that the drafter was trained for
+# (bench/README.md has the command that compares them).
 CPU_BLOCK_SIZE = 8
 
 NUM_NEW_TOKENS = 128

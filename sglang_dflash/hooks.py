@@ -1,12 +1,14 @@
 """The hooks: two on SGLang's argument resolution, one on the choice of the speculative worker, six in the scheduler.
 
-All are AROUND hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
+Where `bench profile` measures SGLang's built-in worker there is one alone, which marks that worker's stages. All are
+AROUND hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash import __version__, config
@@ -44,6 +46,8 @@ _OURS: set[str] = set()
 
 def install() -> list[str]:
     """Install the hooks that every process needs; sentences about targets that could not be hooked."""
+    if os.environ.get(config.RANGES_VARIABLE) == "stock":
+        return _apply({_CREATE_WORKER: _mark_stock})
     return _apply(
         {_RESOLUTION: _before_resolution, _DFLASH_ARGUMENTS: _resolve_arguments, _CREATE_WORKER: _create_worker}
     )
@@ -118,7 +122,19 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
         return original(self, server_args)
     from sglang_dflash.worker import DFlashWorker
 
+    if os.environ.get(config.RANGES_VARIABLE) == "ours":
+        from sglang_dflash.bench import ranges
+
+        ranges.mark("ours")
     return DFlashWorker
+
+
+def _mark_stock(original: Any, self: Any, server_args: Any) -> Any:
+    """SGLang's own class, its stages marked."""
+    from sglang_dflash.bench import ranges
+
+    ranges.mark("stock")
+    return original(self, server_args)
 
 
 def _hand_over(reasons: list[str]) -> None:

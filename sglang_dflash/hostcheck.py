@@ -288,6 +288,15 @@ COMMANDS = (
         "sglang.srt.utils.server_args_config_parser.ConfigArgumentMerger.merge_config_with_args", ("self", "cli_args")
     ),
     Contract("sglang.Engine"),
+    Contract("sglang.Engine.start_profile"),
+    Contract("sglang.Engine.stop_profile"),
+    # `bench profile` marks these.
+    Contract("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"),
+    Contract("sglang.srt.model_executor.model_runner.ModelRunner.forward"),
+    Contract("sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.forward_batch_generation", ("batch",)),
+    Contract("sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._greedy_sample_from_vocab_parallel_head"),
+    Contract("sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._accept_block"),
+    Contract("sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc"),
 )
 
 

@@ -11,6 +11,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from sglang_dflash.cpu import bootstrap
+
 Kind = Literal["plain", "stock", "ours"]
 
 
@@ -130,6 +132,14 @@ class EngineProcess:
         self._process.join(20)
 
 
+def precision(dtype: str | None = None) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for float32 or bfloat16; None means bfloat16 on a GPU and float32 on a CPU."""
+    dtype = dtype or ("float32" if bootstrap.wanted() else "bfloat16")
+    # FlashAttention 3, SGLang's choice on Hopper, has no float32.
+    triton = dtype == "float32" and not bootstrap.wanted()
+    return {"dtype": dtype, **({"attention_backend": "triton"} if triton else {})}
+
+
 def _serve(connection: Connection, log: str, env: dict[str, str], server_args: dict[str, Any]) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
@@ -158,7 +168,6 @@ def _serve(connection: Connection, log: str, env: dict[str, str], server_args: d
 
 def _start(server_args: dict[str, Any]) -> Any:
     from sglang_dflash import cpu
-    from sglang_dflash.cpu import bootstrap
 
     if bootstrap.wanted():
         bootstrap.install()

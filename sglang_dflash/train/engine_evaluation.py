@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from sglang_dflash import checkpoint
-from sglang_dflash.cpu import bootstrap
-from sglang_dflash.offline import Answer, EngineProcess, Kind
+from sglang_dflash.offline import Answer, EngineProcess, Kind, precision
 from sglang_dflash.train import dataset, evaluate, report
 
 SEED = 0
@@ -103,19 +101,16 @@ def _answers(examples: Sequence[dataset.Example], args: argparse.Namespace) -> l
 
 
 def _server_args(examples: Sequence[dataset.Example], args: argparse.Namespace) -> dict[str, Any]:
-    dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     longest = max(len(example.prompt_ids) for example in examples) + args.max_new_tokens + SPARE_TOKENS
-    arguments: dict[str, Any] = {
+    return {
         "model_path": str(args.target),
         "speculative_draft_model_path": str(args.drafter),
-        "dtype": dtype,
         "max_running_requests": args.concurrency,
         "max_total_tokens": args.concurrency * longest,
         "skip_tokenizer_init": True,
         "random_seed": SEED,
+        **precision(args.dtype),
     }
-    # FlashAttention 3, SGLang's choice on Hopper, has no float32.
-    return arguments | ({"attention_backend": "triton"} if dtype == "float32" and not bootstrap.wanted() else {})
 
 
 def _by_family(evaluation: evaluate.EngineEvaluation) -> Table:

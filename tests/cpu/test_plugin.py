@@ -423,3 +423,21 @@ def test_loading_costs_a_process_next_to_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", LIGHT], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def profiled_stock() -> None:
+    os.environ["SGLANG_DFLASH_RANGES"] = "stock"
+    load()
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    before = DFlashWorkerV2._accept_block
+    print("created", created())
+    print("marked", DFlashWorkerV2._accept_block is not before)
+
+
+def test_the_built_in_worker_that_is_profiled_is_itself_with_its_stages_marked(run: Run) -> None:
+    outcome = run(profiled_stock, strict=True)
+    assert outcome.code == 0, outcome.log
+    assert outcome.created == [STOCK]
+    assert outcome.lines("marked True")
+    assert not outcome.lines(INACTIVE)

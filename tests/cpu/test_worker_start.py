@@ -14,7 +14,7 @@ import torch
 import sglang_dflash_kernels as kernels
 from sglang_dflash import checkpoint, cpu, demo, plugin
 from sglang_dflash.accept.forced import ForcedAcceptor
-from sglang_dflash.accept.match import MatchAcceptor
+from sglang_dflash.accept.rejection import RejectionAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.cpu import bootstrap
 
@@ -81,7 +81,7 @@ def test_forced_acceptance_follows_sglangs_settings(
 
 def test_an_unknown_mode_of_forced_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "SIMULATE_ACC_TOKEN_MODE", "drafts")
-    assert isinstance(worker._make_acceptor(kernels.select(CPU), Buffers(2, 4, CPU)), MatchAcceptor)
+    assert isinstance(worker._make_acceptor(kernels.select(CPU), Buffers(2, 4, CPU)), RejectionAcceptor)
     monkeypatch.setattr(worker, "SIMULATE_ACC_LEN", 3.0)
     with pytest.raises(ValueError, match="expected fixed or real-draft-token, got 'drafts'"):
         worker._make_acceptor(kernels.select(CPU), Buffers(2, 4, CPU))

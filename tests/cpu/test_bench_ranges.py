@@ -130,6 +130,6 @@ def test_our_worker_is_marked_where_it_is_asked_for(
     else:
         monkeypatch.setenv(config.RANGES_VARIABLE, value)
     algorithm = types.SimpleNamespace(is_dflash=lambda: True)
-    server_args = types.SimpleNamespace(enable_deterministic_inference=False)
+    server_args = types.SimpleNamespace(enable_deterministic_inference=False, grammar_backend=None)
     assert hooks._create_worker(None, algorithm, server_args).__name__ == "DFlashWorker"
     assert marks == expected

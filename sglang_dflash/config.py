@@ -19,6 +19,7 @@ from pathlib import Path
 STRICT_VARIABLE = "SGLANG_DFLASH_STRICT"
 CONFIG_VARIABLE = "SGLANG_DFLASH_CONFIG"
 RANGES_VARIABLE = "SGLANG_DFLASH_RANGES"
+DRAFT_HEADS = ("dense", "fp8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,13 @@ class Config:
         strict: fail a start that our worker cannot serve. Environment only.
         proposer: how a block's hidden states become draft tokens: `argmax`, `sampled`, or `package.module:Class` of a
             class with the interface of `sglang_dflash.draft.proposer.Proposer`.
+        draft_head: the target's head as the drafter reads it: `dense`, the target's own, or `fp8`, a copy of 8 bits a
+            weight, which costs that much memory.
     """
 
     strict: bool = False
     proposer: str = "argmax"
+    draft_head: str = "dense"
 
 
 def load(environ: os._Environ[str] | dict[str, str] = os.environ) -> Config:
@@ -76,4 +80,6 @@ def _settings(text: str) -> dict[str, str]:
     for key, value in settings.items():
         if not isinstance(value, str) or not value:
             raise ValueError(f"{source}: {key}: expected a non-empty string, got {value!r}.")
+    if (head := settings.get("draft_head", "dense")) not in DRAFT_HEADS:
+        raise ValueError(f"{source}: draft_head: expected {' or '.join(DRAFT_HEADS)}, got {head!r}.")
     return settings

@@ -125,6 +125,7 @@ WORKER = (
             "spec_v2_attn_backends",
             "last_shared_read_runner",
             "on_verify_complete_cpu",
+            "clear_cache_pool",
         ),
     ),
     Contract(

@@ -41,7 +41,7 @@ from sglang_dflash.accept.forced import ForcedAcceptor
 from sglang_dflash.accept.match import MatchAcceptor
 from sglang_dflash.accept.rejection import RejectionAcceptor
 from sglang_dflash.buffers import Buffers
-from sglang_dflash.draft import proposer
+from sglang_dflash.draft import head, proposer
 from sglang_dflash.draft.block import BlockLayout
 from sglang_dflash.host import arguments, rounds
 from sglang_dflash.host.draft_model import DraftModel
@@ -92,6 +92,10 @@ class DFlashWorker(BaseSpecWorker):
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         return [("draft", self.drafter.weights)]
 
+    def clear_cache_pool(self) -> None:
+        """SGLang flushes its caches: on demand, and after a weight update."""
+        self.head.refresh()
+
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """SGLang tells what a round accepted, once the host knows it."""
         self.alarm.observe(num_correct_drafts_per_req)
@@ -109,16 +113,19 @@ class DFlashWorker(BaseSpecWorker):
         ops = kernels.select(self.device)
         buffers = Buffers(self._max_requests(), self.block_size, self.device)
         self.layout = BlockLayout(ops, buffers, self.req_to_token_pool.req_to_token, self._mask_token_id)
-        self.proposer = proposer.make(settings.proposer, ops, buffers, self.target.head())
+        self.head = head.make(settings.draft_head, self.target.head())
+        self.proposer = proposer.make(settings.proposer, ops, buffers, self.head)
         self.acceptor = _make_acceptor(ops, buffers)
         self.injector = FeatureInjector(ops, self.drafter.layers())
         logger.info(
-            "sglang-dflash %s: DFlashWorker serves DFLASH (block %d, %d layers, mask token %d, proposer %s, %s ops).",
+            "sglang-dflash %s: DFlashWorker serves DFLASH (block %d, %d layers, mask token %d, proposer %s, %s head, "
+            "%s ops).",
             __version__,
             self.block_size,
             len(self.drafter.model.layers),
             self._mask_token_id,
             settings.proposer,
+            settings.draft_head,
             ops.name,
         )
 

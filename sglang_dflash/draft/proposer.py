@@ -13,14 +13,15 @@ from typing import Any, Protocol
 import torch
 
 from sglang_dflash.buffers import Buffers
+from sglang_dflash.draft.head import Head
 from sglang_dflash.records import Block, Draft, Round
 
 
 class Proposer(Protocol):
     """A drafter variant: made once by `make`, called every round."""
 
-    def __init__(self, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> None:
-        """`head_VH`: the target's language-model head, shared by the drafter."""
+    def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
+        """`head`: the target's language-model head, shared by the drafter."""
 
     def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:
         """Score every slot of N / K blocks. Capture-safe: static buffers only, no synchronisation."""
@@ -36,18 +37,18 @@ class ArgmaxProposer:
     drafter says there is not used (arXiv 2602.06036, section 3).
     """
 
-    def __init__(self, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> None:
+    def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
         from sglang_dflash_kernels import top1_workspace
 
         self._top1 = ops.top1
         self._buffers = buffers
-        self._head_VH = head_VH
-        self._workspace = top1_workspace(buffers.max_requests * (buffers.block_size - 1), head_VH.device)
+        self._head = head
+        self._workspace = top1_workspace(buffers.max_requests * (buffers.block_size - 1), head.weight_VH.device)
 
     def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:
         block_size = self._buffers.block_size
         num_requests = hidden_NH.shape[0] // block_size
-        hidden_NH = hidden_NH.view(num_requests, block_size, -1)[:, 1:].flatten(0, 1).to(self._head_VH.dtype)
+        hidden_NH = hidden_NH.view(num_requests, block_size, -1)[:, 1:].flatten(0, 1)
         logits_NV = self._logits(hidden_NH)
         drafted_BK = self._buffers.drafted_BK[:num_requests]
         drafted_BK[:, 0].copy_(ids_N.view(num_requests, block_size)[:, 0])
@@ -59,7 +60,7 @@ class ArgmaxProposer:
         )
 
     def _logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(hidden_NH, self._head_VH.T)
+        return self._head(hidden_NH)
 
     def propose(self, round_: Round, block: Block) -> Draft:
         num_requests = round_.num_requests
@@ -72,13 +73,13 @@ class SampledProposer(ArgmaxProposer):
     Each slot is drawn on its own. Greedy requests, and all where draws have seeds, get the most probable tokens.
     """
 
-    def __init__(self, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> None:
-        super().__init__(ops, buffers, head_VH)
+    def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
+        super().__init__(ops, buffers, head)
         num_rows = buffers.max_requests * (buffers.block_size - 1)
-        self._logits_NV = torch.empty((num_rows, head_VH.shape[0]), dtype=head_VH.dtype, device=head_VH.device)
+        self._logits_NV = head.weight_VH.new_empty((num_rows, head.weight_VH.shape[0]))
 
     def _logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(hidden_NH, self._head_VH.T, out=self._logits_NV[: hidden_NH.shape[0]])
+        return self._head(hidden_NH, out=self._logits_NV[: hidden_NH.shape[0]])
 
     def propose(self, round_: Round, block: Block) -> Draft:
         draft, temperature_B = super().propose(round_, block), round_.temperature_B
@@ -97,14 +98,14 @@ class SampledProposer(ArgmaxProposer):
 _PROPOSERS: dict[str, type[ArgmaxProposer]] = {"argmax": ArgmaxProposer, "sampled": SampledProposer}
 
 
-def make(name: str, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> Proposer:
+def make(name: str, ops: Any, buffers: Buffers, head: Head) -> Proposer:
     """The proposer of a config: `argmax`, `sampled` or `package.module:Class`.
 
     Raises:
         ValueError: no such class.
     """
     if name in _PROPOSERS:
-        return _PROPOSERS[name](ops, buffers, head_VH)
+        return _PROPOSERS[name](ops, buffers, head)
     expected = f"{', '.join(_PROPOSERS)} or package.module:Class"
     module, _, attribute = name.partition(":")
     try:
@@ -113,4 +114,4 @@ def make(name: str, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> Propos
         raise ValueError(f"proposer: expected {expected}, got {name!r} ({error}).") from error
     if not isinstance(proposer, type):
         raise ValueError(f"proposer: expected {expected}, got {name!r} (a {type(proposer).__name__}).")
-    return proposer(ops, buffers, head_VH)
+    return proposer(ops, buffers, head)

@@ -72,7 +72,7 @@ def reasons_for_stock(server_args: Any) -> list[str]:
             (
                 f"a drafter quantized with {draft_quantization} (--speculative-draft-model-quantization unquant keeps "
                 "it as it is)",
-                draft_quantization is not None,
+                draft_quantization is not None and (draft_quantization != "fp8" or cfg.device != "cuda"),
             ),
             (f"device {cfg.device}", cfg.device not in ("cuda", "cpu")),
         )

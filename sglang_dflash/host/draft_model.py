@@ -19,6 +19,8 @@ from sglang_dflash.host.weights import DrafterWeights
 from sglang_dflash.inject.features import DraftLayers
 from sglang_dflash.records import Block, Round
 
+_DENSE = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class DraftModel:
     """SGLang's worker of the drafter, as the round uses it."""
@@ -41,11 +43,16 @@ class DraftModel:
         attention = [layer.self_attn for layer in self.model.layers]
         _require_dense(attention)
         # Before the KV pool takes the free memory: the layers' projections move into one tensor each.
-        self._qkv_weight_LEH = _stack_in_place([a.qkv_proj.weight for a in attention])
+        quantized = attention[0].qkv_proj.weight.dtype not in _DENSE
+        if quantized:
+            self._kv_weight_LEH = torch.stack([_dense_weight(a.qkv_proj)[a.q_size :] for a in attention])
+        else:
+            weight_LEH = _stack_in_place([a.qkv_proj.weight for a in attention])
+            self._kv_weight_LEH = weight_LEH[:, attention[0].q_size :]
         biases = [a.qkv_proj.bias for a in attention]
         self._qkv_bias_LE = None if biases[0] is None else _stack_in_place(biases)
         self._k_norm_LD = _stack_in_place([a.k_norm.weight for a in attention])
-        self.weights = DrafterWeights(self.runner, arguments.drafter(server_args))
+        self.weights = DrafterWeights(self.runner, arguments.drafter(server_args), quantized)
         self._spec_info = make_draft_block_spec_info(draft_token_num=block_size, device=self.runner.device)
         self._score: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
@@ -109,7 +116,7 @@ class DraftModel:
         rotary = attention[0].rotary_emb
         return DraftLayers(
             fuse=self.model.project_target_hidden,
-            kv_weight_LEH=self._qkv_weight_LEH[:, attention[0].q_size :],
+            kv_weight_LEH=self._kv_weight_LEH,
             kv_bias_LE=kv_bias_LE,
             k_norm_LD=self._k_norm_LD,
             eps_L=torch.tensor([a.k_norm.variance_epsilon for a in attention], device=self.runner.device),
@@ -130,6 +137,13 @@ def _stack_in_place(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     return stacked
 
 
+def _dense_weight(projection: Any) -> torch.Tensor:
+    """The weight (E, H) of a quantized projection, in the activations' dtype: its product with the identity."""
+    weight, dtype = projection.weight, projection.params_dtype
+    identity_HH = torch.eye(projection.input_size, dtype=dtype, device=weight.device)
+    return projection.quant_method.apply(projection, identity_HH, None).T.contiguous()
+
+
 def _require_dtype(drafter: torch.dtype, target: torch.dtype) -> None:
     """The drafter reads the target's embeddings and hidden states as they are."""
     if drafter != target:
@@ -148,8 +162,11 @@ def _require_dense(attention: list[Any]) -> None:
         raise ValueError(f"the drafter: expected neox-style RoPE from one table, got {type(rotary[0]).__name__}.")
     if any(getattr(a.qkv_proj, "use_intel_amx_backend", False) for a in attention):
         raise ValueError("the drafter: expected weights as they were loaded, got weights repacked for AMX.")
-    if any(getattr(a.qkv_proj, "weight", None) is None or not a.qkv_proj.weight.is_floating_point() for a in attention):
-        raise ValueError("the drafter: expected dense attention weights, got quantized ones; use the unquantized one.")
+    served = (*_DENSE, torch.float8_e4m3fn)
+    if any(getattr(getattr(a.qkv_proj, "weight", None), "dtype", None) not in served for a in attention):
+        raise ValueError(
+            "the drafter: expected dense or FP8 attention weights, got others; use the unquantized drafter."
+        )
     if any(scale not in (None, 1.0) for a in attention for scale in (a.attn.k_scale, a.attn.v_scale)):
         raise ValueError("the drafter: expected key and value scales of 1, got others; use --kv-cache-dtype auto.")
 

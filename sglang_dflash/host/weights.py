@@ -28,12 +28,13 @@ class DrafterWeights:
     An update is taken whole or not at all. What is refused is told as SGLang tells it: (success, message).
     """
 
-    def __init__(self, runner: Any, config: DrafterConfig) -> None:
+    def __init__(self, runner: Any, config: DrafterConfig, quantized: bool) -> None:
         self.weight_updater = self
         self.check_weights = runner.check_weights
         self.begin_weight_update = runner.weight_updater.begin_weight_update
         self.end_weight_update = runner.weight_updater.end_weight_update
         self._updater = runner.weight_updater
+        self._quantized = quantized
         self._shapes = expected_tensors(config)
         # Where tensors of every form arrive unpacked, before the first is written.
         self._load_weights = runner.model.load_weights
@@ -71,6 +72,11 @@ class DrafterWeights:
 
     def _problem(self, named_tensors: list[tuple[str, torch.Tensor]]) -> str | None:
         """What of the tensors is not the drafter's, as one sentence."""
+        if self._quantized:
+            return (
+                "the drafter's update: expected a server whose drafter is not quantized, got one that quantized it. "
+                "Nothing was changed; start the server without --speculative-draft-model-quantization."
+            )
         wrong = []
         for name, tensor in named_tensors:
             expected, got = self._shapes.get(standard_name(name)), tuple(tensor.shape)

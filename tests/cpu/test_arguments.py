@@ -358,7 +358,7 @@ UNSERVED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_draft_window_size": 64}, "--speculative-draft-window-size"),
     ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
     ({"speculative_draft_kv_cache_dtype": "fp8_e4m3"}, "--speculative-draft-kv-cache-dtype fp8_e4m3"),
-    ({"speculative_draft_model_quantization": "fp8"}, "a drafter quantized with fp8"),
+    ({"speculative_draft_model_quantization": "awq"}, "a drafter quantized with awq"),
     # SGLang quantizes the drafter with the target.
     ({"quantization": "fp8"}, "a drafter quantized with fp8"),
 ]

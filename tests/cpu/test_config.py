@@ -50,14 +50,15 @@ def test_text_and_file_give_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"propose": "argmax"}', "unknown key propose; the keys are proposer"),
-        ('{"b": 1, "a": 2, "proposer": "argmax"}', "unknown key a, b; the keys are proposer"),
+        ('{"propose": "argmax"}', "unknown key propose; the keys are draft_head, proposer"),
+        ('{"b": 1, "a": 2, "proposer": "argmax"}', "unknown key a, b; the keys are draft_head, proposer"),
         # Of the environment alone: a file that turns strict mode off would hide from the variable.
         ('{"strict": true}', "unknown key strict"),
         ('{"proposer": 3}', "proposer: expected a non-empty string, got 3"),
         ('{"proposer": ""}', "proposer: expected a non-empty string, got ''"),
         ('{"proposer": null}', "proposer: expected a non-empty string, got None"),
         ('{"proposer": ["argmax"]}', "proposer: expected a non-empty string, got ['argmax']"),
+        ('{"draft_head": "fp4"}', "draft_head: expected dense or fp8, got 'fp4'"),
         ('{"proposer": "argmax"', "expected a JSON object, got text that is not JSON"),
     ],
 )

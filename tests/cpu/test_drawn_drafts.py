@@ -13,6 +13,7 @@ from sglang_dflash.accept.match import MatchAcceptor
 from sglang_dflash.accept.rejection import RejectionAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import proposer
+from sglang_dflash.draft.head import DenseHead
 from sglang_dflash.records import Draft, Round, Verified
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ def a_round(num_requests: int, temperature: list[float] | None = None) -> Round:
 
 def scored(num_requests: int, logits_JV: torch.Tensor) -> proposer.SampledProposer:
     """A proposer that has scored this many times the same block; the anchors are 6."""
-    made = proposer.make("sampled", OPS, Buffers(num_requests + 2, K, CPU), torch.eye(V))
+    made = proposer.make("sampled", OPS, Buffers(num_requests + 2, K, CPU), DenseHead(torch.eye(V)))
     hidden_KV = torch.cat((torch.full((1, V), 99.0), logits_JV))
     ids_BK = torch.full((num_requests, K), 6)
     made.score(hidden_KV.repeat(num_requests, 1), ids_BK.view(-1))

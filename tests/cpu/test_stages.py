@@ -16,6 +16,7 @@ from sglang_dflash.accept.match import MatchAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import proposer
 from sglang_dflash.draft.block import BlockLayout
+from sglang_dflash.draft.head import DenseHead
 from sglang_dflash.inject.features import DraftLayers, FeatureInjector
 from sglang_dflash.policy.fixed import FixedWidth
 from sglang_dflash.records import Block, Draft, Round, Verified
@@ -116,7 +117,7 @@ def test_slot_k_drafts_token_k(buffers: Buffers, size: int, head_dtype: torch.dt
     anchors = [(int(said_BK[i, 0]) + 1) % VOCAB for i in range(size)]
     ids_BK = torch.full((size, K), VOCAB - 1)
     ids_BK[:, 0] = torch.tensor(anchors)
-    made = proposer.make("argmax", OPS, buffers, torch.eye(VOCAB, HIDDEN, dtype=head_dtype))
+    made = proposer.make("argmax", OPS, buffers, DenseHead(torch.eye(VOCAB, HIDDEN, dtype=head_dtype)))
     made.score(hidden_NH.view(-1, HIDDEN), ids_BK.view(-1))
     draft = made.propose(a_round([4] * size, anchors), no_block())
     assert draft.tokens_BK.shape == (size, K)

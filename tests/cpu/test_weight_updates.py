@@ -56,11 +56,15 @@ def loaded() -> list[str]:
     return []
 
 
-@pytest.fixture
-def drafter_weights(drafter: Path, loaded: list[str]) -> weights.DrafterWeights:
+def weights_of(drafter: Path, loaded: list[str], quantized: bool) -> weights.DrafterWeights:
     model = SimpleNamespace(load_weights=lambda tensors: loaded.extend(name for name, _ in tensors))
     runner = SimpleNamespace(model=model, weight_updater=Updater(model), check_weights=lambda **options: None)
-    return weights.DrafterWeights(runner, checkpoint.read_config(drafter))
+    return weights.DrafterWeights(runner, checkpoint.read_config(drafter), quantized)
+
+
+@pytest.fixture
+def drafter_weights(drafter: Path, loaded: list[str]) -> weights.DrafterWeights:
+    return weights_of(drafter, loaded, quantized=False)
 
 
 Send = Callable[[weights.DrafterWeights, Tensors], tuple[bool, str]]
@@ -69,6 +73,14 @@ SENT: dict[str, Send] = {
     "bucket": lambda to, tensors: to.update_weights_from_tensor(tensors, "flattened_bucket"),
     "distributed": lambda to, tensors: to.load_weights_from_distributed(tensors),
 }
+
+
+@pytest.mark.parametrize("send", SENT.values(), ids=SENT)
+def test_a_quantized_drafter_takes_no_update(drafter: Path, loaded: list[str], send: Send) -> None:
+    success, message = send(weights_of(drafter, loaded, quantized=True), [("norm.weight", torch.ones(576))])
+    assert not success
+    assert "expected a server whose drafter is not quantized" in message
+    assert not loaded
 
 
 @pytest.mark.parametrize("send", SENT.values(), ids=SENT)

@@ -49,7 +49,10 @@ def test_dense_layers_pass() -> None:
         ({"rotary_emb": SimpleNamespace(is_neox_style=False, cos_sin_cache=0)}, "expected neox-style RoPE"),
         # As SGLang's LongRoPE: neither the one table nor the flag.
         ({"rotary_emb": SimpleNamespace(long_short_cos_sin_cache=0)}, "expected neox-style RoPE from one table, got "),
-        ({"qkv_proj": SimpleNamespace(weight=torch.zeros(6, 4, dtype=torch.int8))}, "expected dense attention weights"),
+        (
+            {"qkv_proj": SimpleNamespace(weight=torch.zeros(6, 4, dtype=torch.int8))},
+            "expected dense or FP8 attention weights",
+        ),
         ({"qkv_proj": SimpleNamespace(weight=torch.zeros(6, 4), use_intel_amx_backend=True)}, "repacked for AMX"),
         ({"attn": SimpleNamespace(k_scale=0.5, v_scale=None)}, "expected key and value scales of 1"),
     ],

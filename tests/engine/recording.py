@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.buffers import Buffers
+from sglang_dflash.draft.head import Head
 from sglang_dflash.draft.proposer import ArgmaxProposer
 from sglang_dflash.records import Block, Draft, Round
 
@@ -22,8 +23,8 @@ RECORD_VARIABLE = "DFLASH_TEST_RECORD"
 class RecordingProposer(ArgmaxProposer):
     """Drafts as ever."""
 
-    def __init__(self, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> None:
-        super().__init__(ops, buffers, head_VH)
+    def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
+        super().__init__(ops, buffers, head)
         self._file = Path(os.environ[RECORD_VARIABLE])
 
     def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:

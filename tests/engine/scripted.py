@@ -15,6 +15,7 @@ import torch
 
 from sglang_dflash import config
 from sglang_dflash.buffers import Buffers
+from sglang_dflash.draft.head import Head
 from sglang_dflash.records import Block, Draft, Round
 
 SCRIPT_VARIABLE = "DFLASH_TEST_SCRIPT"
@@ -43,9 +44,9 @@ def environment(path: Path, prompts: dict[str, list[int]], answers: dict[str, li
 class ScriptedProposer:
     """Drafts the right tokens up to the planted mistake, wrong ones from there on."""
 
-    def __init__(self, ops: Any, buffers: Buffers, head_VH: torch.Tensor) -> None:
+    def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
         self._buffers = buffers
-        self._vocab_size = head_VH.shape[0]
+        self._vocab_size = head.weight_VH.shape[0]
         self._script = json.loads(Path(os.environ[SCRIPT_VARIABLE]).read_text())
 
     def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:

@@ -1,0 +1,70 @@
+"""The draft head: the target's own, or a copy in FP8 that is close to it and follows its updates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_dflash.draft import head
+
+N, V, H = 5, 64, 48
+
+
+@pytest.fixture
+def weight_VH() -> torch.Tensor:
+    torch.manual_seed(0)
+    # Rows of very different size: a scale for each token is what keeps the small ones.
+    return (torch.randn(V, H) * torch.logspace(-3, 1, V)[:, None]).to(torch.bfloat16)
+
+
+@pytest.fixture
+def hidden_NH() -> torch.Tensor:
+    torch.manual_seed(1)
+    return (torch.randn(N, H) * torch.logspace(-2, 2, N)[:, None]).to(torch.bfloat16)
+
+
+def test_the_dense_head_is_the_targets_weight(weight_VH: torch.Tensor, hidden_NH: torch.Tensor) -> None:
+    made, out = head.make("dense", weight_VH), torch.empty(N, V, dtype=torch.bfloat16)
+    assert made.weight_VH is weight_VH
+    assert torch.equal(made(hidden_NH), hidden_NH @ weight_VH.T)
+    assert made(hidden_NH.float(), out=out) is out
+    assert torch.equal(out, hidden_NH @ weight_VH.T)
+
+
+def worst_error(made: head.Head, weight_VH: torch.Tensor, hidden_NH: torch.Tensor) -> float:
+    """Of a logit, relative to the norms of its hidden state and its token's row."""
+    exact_NV = hidden_NH.double() @ weight_VH.double().T
+    scale_NV = torch.outer(hidden_NH.double().norm(dim=1), weight_VH.double().norm(dim=1))
+    return float(((made(hidden_NH).double() - exact_NV).abs() / scale_NV).max())
+
+
+def test_the_fp8_copy_is_close_for_tokens_of_every_size(weight_VH: torch.Tensor, hidden_NH: torch.Tensor) -> None:
+    made = head.make("fp8", weight_VH)
+    # FP8 E4M3 keeps 3 bits after the point: a factor of each product is off by at most 1/16.
+    assert 0 < worst_error(made, weight_VH, hidden_NH) < 2 / 16
+    out = torch.empty(N, V, dtype=torch.bfloat16)
+    assert torch.equal(made(hidden_NH, out=out), made(hidden_NH))
+
+
+def test_a_row_of_zeros_stays_zero(weight_VH: torch.Tensor) -> None:
+    weight_VH[3] = 0
+    logits_NV = head.make("fp8", weight_VH)(torch.zeros(2, H, dtype=torch.bfloat16))
+    assert not logits_NV.any()
+
+
+def test_the_copy_follows_an_update_in_place(weight_VH: torch.Tensor, hidden_NH: torch.Tensor) -> None:
+    made = head.make("fp8", weight_VH)
+    addresses = [tensor.data_ptr() for tensor in vars(made).values()]
+    weight_VH.copy_(weight_VH.flip(0))
+    assert worst_error(made, weight_VH, hidden_NH) > 0.5
+    made.refresh()
+    assert worst_error(made, weight_VH, hidden_NH) < 2 / 16
+    assert [tensor.data_ptr() for tensor in vars(made).values()] == addresses, "captured graphs hold them"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float32, (64, 48)), (torch.bfloat16, (60, 48)), (torch.bfloat16, (64, 40))]
+)
+def test_a_head_that_fp8_products_do_not_take_is_refused(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="expected a bfloat16 head whose sides are multiples of 16, got"):
+        head.make("fp8", torch.zeros(shape, dtype=dtype))

@@ -1,4 +1,4 @@
-"""The hooks: two on SGLang's argument resolution, one on the choice of the speculative worker, six in the scheduler.
+"""The hooks: two on argument resolution, one on the choice of the worker, six in the scheduler, one on attention.
 
 Where `bench profile` measures SGLang's built-in worker there is one alone, which marks that worker's stages. All are
 AROUND hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
@@ -40,6 +40,7 @@ _UPDATE_FROM_DISTRIBUTED = (
     "sglang.srt.managers.scheduler_components.weight_updater"
     ".SchedulerWeightUpdaterManager.update_weights_from_distributed"
 )
+_ATTENTION = "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend"
 # Targets that carry our hook in this process.
 _OURS: set[str] = set()
 
@@ -107,16 +108,19 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
         seeded=server_args.enable_deterministic_inference,
         grammar_backend=server_args.grammar_backend,
     )
-    reasons = reasons or _apply(
-        {
-            _VALIDATE_REQUEST: validate,
-            _SERVER_INFO: _add_server_info,
-            _ROW_HEADROOM: _row_headroom,
-            _UPDATE_FROM_DISK: _update_from_disk,
-            _UPDATE_FROM_TENSOR: _update_one_model,
-            _UPDATE_FROM_DISTRIBUTED: _update_one_model,
-        }
-    )
+    hooks = {
+        _VALIDATE_REQUEST: validate,
+        _SERVER_INFO: _add_server_info,
+        _ROW_HEADROOM: _row_headroom,
+        _UPDATE_FROM_DISK: _update_from_disk,
+        _UPDATE_FROM_TENSOR: _update_one_model,
+        _UPDATE_FROM_DISTRIBUTED: _update_one_model,
+    }
+    if server_args.device == "cuda":
+        from sglang_dflash.host import attention
+
+        hooks[_ATTENTION] = attention.forward_extend
+    reasons = reasons or _apply(hooks)
     if reasons:
         _hand_over(reasons)
         return original(self, server_args)

@@ -164,7 +164,7 @@ PROBLEMS = [
         "create_worker: expected parameters (self, server_args), got (self, server_args, more); install",
     ),
     (broken_import, "ModuleNotFoundError: import of sglang_dflash.hooks halted"),
-    (wrong_settings, "ValueError: SGLANG_DFLASH_CONFIG: unknown key propose; the keys are proposer"),
+    (wrong_settings, "ValueError: SGLANG_DFLASH_CONFIG: unknown key propose; the keys are draft_head, proposer"),
     (unhookable_target, "the hook on sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker could not be"),
     (another_plugins_hook, "another plugin has hooked sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_w"),
     (bug, "TypeError: 'NoneType' object is not callable"),

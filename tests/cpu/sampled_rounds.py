@@ -54,7 +54,7 @@ class Situation:
     q_BKV: torch.Tensor | None  # float32, shape (B, K-1, V): the drafts' own distribution, None where they are no draws
     logits_BWV: torch.Tensor  # float32; a rule may overwrite it
     positions_BW: torch.Tensor
-    options: list[Options]  # request i has options[i % len(options)]
+    options: list[Options]  # request i (`round_.rows_B`) has options[i % len(options)]
     buffers: Buffers
 
 
@@ -77,44 +77,43 @@ def sample(rule: Rule, drafter: Drafter, options: list[Options], num_requests: i
     """The first LENGTH tokens of each request, int64 (B, LENGTH), round by round until all are there."""
     buffers = Buffers(num_requests, K, CPU)
     said = torch.zeros(num_requests, LENGTH + K, dtype=torch.int64)
-    depth = torch.zeros(num_requests, dtype=torch.int64)
-    code = torch.zeros_like(depth)
-    anchor = torch.full_like(depth, START)
-    while bool((depth < LENGTH).any()):
+    # Of the requests that go on, all of them the first time: their indices, lengths, prefixes and last tokens.
+    index = torch.arange(num_requests)
+    depth, code, anchor = torch.zeros_like(index), torch.zeros_like(index), torch.full_like(index, START)
+    while len(index):
         drafts, q_BKV = drafter(code, depth)
-        logits_BWV, after, at = torch.empty(num_requests, K, V), code, depth
+        logits_BWV, after, at = torch.empty(len(index), K, V), code, depth
         for column in range(K):
             if column:
                 after, at = after * V + drafts[:, column - 1], at + 1
             logits_BWV[:, column] = logits_after(after, at)
         tokens_BK = torch.cat([anchor[:, None], drafts], dim=1)
-        round_ = Round(depth, torch.arange(num_requests), anchor, depth + K, int((depth + K).sum()), ())
+        round_ = Round(depth, index, anchor, depth + K, int((depth + K).sum()), ())
         positions_BW = depth[:, None] + torch.arange(K)
         situation = Situation(round_, Draft(tokens_BK), q_BKV, logits_BWV, positions_BW, options, buffers)
         accepted = rule(situation)
-        # Requests that have their tokens go on idly: the batch keeps its order.
-        open_B = depth < LENGTH
         for column in range(K):
-            taken_B = open_B & (accepted.commit_B > column)
-            said[taken_B, depth[taken_B] + column] = accepted.tokens_BW[taken_B, column]
+            taken_B = accepted.commit_B > column
+            said[index[taken_B], depth[taken_B] + column] = accepted.tokens_BW[taken_B, column]
             code = torch.where(taken_B, code * V + accepted.tokens_BW[:, column], code)
-        depth = torch.where(open_B, accepted.new_lens_B, depth)
-        anchor = torch.where(open_B, accepted.bonus_B, anchor)
+        goes_on = accepted.new_lens_B < LENGTH
+        index, code = index[goes_on], code[goes_on]
+        depth, anchor = accepted.new_lens_B[goes_on], accepted.bonus_B[goes_on]
     return said[:, :LENGTH]
 
 
 def by_match(situation: Situation) -> Accepted:
     """The product's own stages."""
     logits_NV = situation.logits_BWV.reshape(-1, V)
-    info = sampling_info(situation.options, situation.round_.num_requests)
+    info = sampling_info(situation.options, situation.round_.rows_B)
     choices_BW = sampling.choose(_runner(), info, logits_NV, situation.positions_BW, keep_logits=False)
     verified = Verified(choices_BW, torch.empty(0), K, None)
     acceptor = MatchAcceptor(kernels.select(CPU), situation.buffers)
     return acceptor.accept(situation.round_, situation.draft, verified)
 
 
-def sampling_info(options: list[Options], num_requests: int) -> SamplingBatchInfo:
-    rows = torch.arange(num_requests) % len(options)
+def sampling_info(options: list[Options], requests_B: torch.Tensor) -> SamplingBatchInfo:
+    rows = requests_B % len(options)
 
     def column(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor([getattr(each, name) for each in options], dtype=dtype)[rows]

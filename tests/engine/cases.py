@@ -113,20 +113,21 @@ def prompts(draw: st.DrawFn) -> list[int]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
+    ours = draw(st.sampled_from(list(OURS)))
     mode = draw(st.sampled_from(["greedy", "filtered", "free"]))
-    asked = draw(
-        st.lists(st.tuples(prompts(), sampling_params(mode)), min_size=1, max_size=MAX_REQUESTS).map(
-            lambda pairs: ([prompt for prompt, _ in pairs], [params for _, params in pairs])
-        )
-    )
-    num_answers = draw(st.sampled_from([1, 1, 1, 2, 3])) if len(asked[0]) <= 4 else 1
+    num_answers = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    with_logprobs = draw(st.booleans())
+    num_requests = draw(st.integers(1, MAX_REQUESTS if num_answers == 1 else MAX_REQUESTS // 2))
+    asked = [draw(prompts()) for _ in range(num_requests)]
+    sampling = [draw(sampling_params(mode)) for _ in range(num_requests)]
     if num_answers > 1:  # SGLang wants the same number of all requests of a call
-        for params in asked[1]:
+        for params in sampling:
             params["n"] = num_answers
     request: dict[str, Any] = {}
-    if draw(st.booleans()):
+    # SGLang takes a request for no token as a prefill alone, without logprobs, only where it does not speculate.
+    if with_logprobs and min(params["max_new_tokens"] for params in sampling) > 0:
         request = {"return_logprob": True, "top_logprobs_num": draw(st.integers(0, 3))}
         request["logprob_start_len"] = draw(st.sampled_from([-1, 0]))
         if num_answers == 1 and draw(st.booleans()):  # SGLang refuses the list for several answers
-            request["token_ids_logprob"] = [[5, 60]] * len(asked[0])
-    return Case(draw(st.sampled_from(list(OURS))), *asked, request)
+            request["token_ids_logprob"] = [[5, 60]] * num_requests
+    return Case(ours, asked, sampling, request)

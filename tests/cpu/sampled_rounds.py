@@ -1,7 +1,7 @@
-"""Rounds of the real stages over a target that is a table: many requests at once, and the exact distribution beside them.
+"""Rounds of the real stages over a target that is a table: many requests at once, and the exact distribution beside.
 
-The target knows V tokens; p(next | tokens since the start) is a row of a fixed random table, another for every prefix. A
-`Rule` decides a round: what of a drafted block is committed, given the target's logits. `by_match` is the product's
+The target knows V tokens; p(next | tokens since the start) is a row of a fixed random table, another for every prefix.
+A `Rule` decides a round: what of a drafted block is committed, given the target's logits. `by_match` is the product's
 (`host.sampling.choose` with SGLang's own sampler, then `accept.match.MatchAcceptor`); a rule that samples its drafts
 reads `Situation.q_BKV` too.
 """

@@ -19,7 +19,7 @@ from sglang.srt.layers import sampler
 
 from sglang_dflash.records import Accepted
 from tests.cpu import sampled_rounds
-from tests.cpu.sampled_rounds import K, Drafter, Options, Rule, Situation, V, by_match, judge, logits_after, sample
+from tests.cpu.sampled_rounds import Drafter, K, Options, Rule, Situation, V, by_match, judge, logits_after, sample
 
 NUM_REQUESTS = 200_000
 TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
@@ -125,7 +125,7 @@ def draws(p_BWV: torch.Tensor) -> torch.Tensor:
 
 
 def by_rejection(situation: Situation, *, residual: bool = True) -> Accepted:
-    """Speculative rejection sampling (Leviathan et al., arXiv 2211.17192, algorithm 1); drafts that are no draws have q 1.
+    """Speculative rejection sampling (arXiv 2211.17192, algorithm 1); of drafts that are no draws q is 1.
 
     Without `residual` the rejected draft's column draws from p itself.
     """

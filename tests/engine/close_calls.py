@@ -1,7 +1,7 @@
 """Whether answers differ by a close call alone: a token that float32 sums in another order would have chosen too.
 
-A verified block and a decoded token differ by float32's last bits (logprobs by about 1e-5 in the tiny models). Where two
-tokens' scores are closer than that, either is right, and all that follows is another answer.
+A verified block and a decoded token differ by float32's last bits (logprobs by about 1e-5 in the tiny models). Where
+two tokens' scores are closer than that, either is right, and all that follows is another answer.
 """
 
 from __future__ import annotations

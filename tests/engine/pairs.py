@@ -1,8 +1,8 @@
 """Tiny servers side by side: plain decoding, and ours in several settings, asked the same requests.
 
 Seeds are on (--enable-deterministic-inference), so sampled answers are compared token for token. Plain decoding runs
-without overlap: with it a penalty can miss the last token. A server that died of a request starts again when it is asked
-the next, so that a failing case can be made smaller.
+without overlap: with it a penalty can miss the last token. A server that died of a request starts again when asked
+next, so that a failing case can be made smaller.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ COMMON: dict[str, Any] = {
     "max_total_tokens": 4096,
     "sleep_on_idle": True,  # the servers that wait leave the cores to the one that answers
 }
-# One thread: more only wait for each other over matrices of this size. Nothing is compiled, which no start would survive
-# for free; the same operations run.
+# One thread: more only wait for each other over matrices of this size. Nothing is compiled, which takes seconds of a
+# start; the same operations run.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 PLAIN = {"disable_overlap_schedule": True}
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}

@@ -1,6 +1,6 @@
-"""Every field of SGLang's sampling parameters and of its generate request: served as plain decoding serves it, or refused.
+"""Every field of SGLang's sampling parameters and of its generate request: served as by plain decoding, or refused.
 
-A field is an entry of SAMPLING or REQUEST below, or of the lists of those that are not the worker's to serve; a field that
+A field is an entry of SAMPLING or REQUEST below, or of the lists of those that are not the worker's to serve; one that
 a new version of SGLang adds is in none and fails `test_every_field_is_in_a_list`.
 """
 
@@ -61,13 +61,13 @@ class Refused:
 BASE: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 DRAWN = {"temperature": 1.0, "top_k": 200, "sampling_seed": 3}
 ENDS = {"logit_bias": {str(tiny.EOS): 7.0}}
-FREQUENT = ["a", "t", "!"]
+FREQUENT = "t"
 # Printable text, so that stop strings and the text of a prompt stand for themselves.
 TEXTS = ["the first", "true and the 12 others", '{"abc": 1200}', "in the end, it is an answer. Or is it?"]
 
 SAMPLING: dict[str, Served | Refused] = {
     "max_new_tokens": Served({"max_new_tokens": 7}),
-    "stop": Served({"stop": FREQUENT}),
+    "stop": Served({"stop": [FREQUENT]}),
     "stop_token_ids": Served({"stop_token_ids": list(range(40, 110))}),
     "stop_regex": Served({"stop_regex": "[a-z][A-Z!]"}),
     "temperature": Served({"temperature": 0.8}),
@@ -88,12 +88,12 @@ SAMPLING: dict[str, Served | Refused] = {
     "ignore_eos": Served({"ignore_eos": False}, beside=ENDS),
     "skip_special_tokens": Served({"skip_special_tokens": False}, beside={"logit_bias": {"5": 10.0}}),
     "spaces_between_special_tokens": Served({"spaces_between_special_tokens": False}, shows=False),  # old tokenizers
-    "no_stop_trim": Served({"no_stop_trim": True}, beside={"stop": FREQUENT}),
+    "no_stop_trim": Served({"no_stop_trim": True}, beside={"stop": [FREQUENT]}),
     "stream_interval": Served({"stream_interval": 3}, shows=False),
     "logit_bias": Served({"logit_bias": {"40": 4.0, "70": -100.0}}),
     "sampling_seed": Served({"sampling_seed": 12}, beside=DRAWN),
     "custom_params": Served({"custom_params": {"name": 1}}, shows=False),  # read by custom logit processors
-    "watermark": Refused("watermark", {"watermark": {"enabled": True}}),
+    "watermark": Refused("watermark", {"watermark": {"enabled": True}}, by_name=False),
 }
 # Filled in by SGLang.
 INTERNAL_SAMPLING = {
@@ -105,7 +105,7 @@ REQUEST: dict[str, Served | Refused] = {
     "text": Served(request={"text": TEXTS, "input_ids": None}),
     "input_ids": Served(request={"input_ids": [[40, 41, 42]] * len(TEXTS)}),
     "sampling_params": Served({"max_new_tokens": 3}),
-    "watermark": Refused("watermark", request={"watermark": {"enabled": True}}),
+    "watermark": Refused("watermark", request={"watermark": {"enabled": True}}, by_name=False),
     "rid": Served(request={"rid": [f"chosen-{i}" for i in range(len(TEXTS))]}, shows=False),
     "stream": Served(request={"stream": False}, shows=False),  # test_streams
     "return_logprob": Served(request={"return_logprob": True}),
@@ -149,7 +149,9 @@ NOT_HERE = {
 
 _seeds = itertools.count(10**6)
 # What no two answers share, and what only speculation has.
-VOLATILE = re.compile("id|.*latency.*|spec_.*|cached_tokens.*|.*_time|.*_ts|weight_version|.*throughput.*")
+VOLATILE = re.compile(
+    "id|.*latency.*|spec_.*|num_retractions|cached_tokens.*|.*_time|.*_ts|weight_version|.*throughput.*"
+)
 
 
 def test_every_field_is_in_a_list() -> None:
@@ -223,3 +225,17 @@ def test_streams(pair: Pair, prompt_ids: list[list[int]]) -> None:
     assert len(told) > 1
     assert not differences(expected, told[-1:])
     assert all(expected[0]["text"].startswith(part["text"]) for part in told[:-1])
+
+
+@pytest.mark.xfail(strict=True, reason="SGLang looks for one kind of end after the other in all tokens of a round")
+@pytest.mark.parametrize(
+    "ends",
+    [{"stop": ["a", "t", "!"]}, {"stop": ["t"], "stop_token_ids": list(range(40, 110))}],
+    ids=["two strings", "string and token"],
+)
+def test_of_two_ends_in_a_block_the_first_counts(pair: Pair, prompt_ids: list[list[int]], ends: dict[str, Any]) -> None:
+    """`Req.update_finish_state` takes stop strings in their order, then tokens, wherever they stand in the round."""
+    for _ in range(20):  # until one round accepts both
+        seed = next(_seeds)
+        expected, got = pair.ask("w16-page1-overlap", body(prompt_ids, ends, {}, seed), seed)
+        assert not differences(expected, got)

@@ -1,7 +1,7 @@
 """A tiny random Llama, its byte-level tokenizer and a tiny random drafter: engines that answer in milliseconds.
 
-The same seed gives the same files. Weights are scaled so that the next token is neither certain nor anybody's guess, and
-depends on the tokens before it; printable ASCII is likelier than other bytes, so that answers are text.
+The same seed gives the same files. Weights are scaled so that the next token is neither certain nor anybody's guess,
+and depends on the tokens before it; printable ASCII is likelier than other bytes, so that answers are text.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [tuple(merge.split(" ")) for merge in MERGES]
     tokens = [*SPECIAL, *alphabet, *("".join(pair) for pair in merges)]
-    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges, unk_token=SPECIAL[0]))
+    vocab = {token: i for i, token in enumerate(tokens)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=SPECIAL[0]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(

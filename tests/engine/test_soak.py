@@ -36,8 +36,10 @@ NUM_CLIENTS = 12
 ABORTED = 0.2  # of the requests are given up in the middle
 SEED = 0
 GPU_GROWTH_BYTES = 64 << 20  # allocator's blocks; a leak of a row a request would pass it within minutes
-# The pool is let run full: SGLang would hold requests back until the answers of those that run surely fit.
+# The pool is let run full, again and again: SGLang would hold requests back until the answers of those that run surely
+# fit, and more so for the 600 steps after it had to take one out.
 SMALL_POOL = {"schedule_conservativeness": 0.05, "chunked_prefill_size": 64}
+BOLD = {"SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": "10", "SGLANG_RETRACT_DECODE_STEPS": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,7 @@ def traffic(
     max_total_tokens: int,
     env: dict[str, str],
 ) -> Iterator[Traffic]:
-    env = {**env, **scripted.environment(scratch / "script.json", prompts, answers)}
+    env = {**BOLD, **env, **scripted.environment(scratch / "script.json", prompts, answers)}
     log = scratch / "log"
     with serve(models, log, env, max_total_tokens=max_total_tokens, page_size=1, **SMALL_POOL) as url:
         yield Traffic(url, log, prompts, answers)

@@ -2,7 +2,7 @@
 
 Requests of all kinds join and leave, some are given up in the middle, prompts share prefixes, and running requests are
 taken out of the batch because the pool is full; the test fails where that did not happen. DFLASH_SOAK_S sets the length
-of each soak in seconds. A new kind of request is an entry of KINDS.
+of each soak in seconds, and has SmolLM2 soaked on a CPU too. A new kind of request is an entry of KINDS.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.engine.setup import HAS_CUDA
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3 * 3600)]
 
+BY_HAND = "DFLASH_SOAK_S" in os.environ
 SOAK_S = float(os.environ.get("DFLASH_SOAK_S", "15"))
 NUM_CLIENTS = 12
 ABORTED = 0.2  # of the requests are given up in the middle
@@ -61,7 +62,7 @@ KINDS = {
     "greedy": Kind({}, greedy=True),
     "greedy with logprobs": Kind({}, {**LOGPROBS, "logprob_start_len": 0}, greedy=True),
     "stop strings": Kind({"stop": ["the"], "no_stop_trim": True}, greedy=True),
-    "stop tokens": Kind({"stop_token_ids": list(range(20, 60))}, greedy=True),
+    "stop tokens": Kind({"stop_token_ids": list(range(20, 60)), "ignore_eos": False}, greedy=True),
     "two answers": Kind({"n": 2}, greedy=True),
     "sampled": Kind({"temperature": 0.8, "top_p": 0.9}),
     "sampled with logprobs": Kind({"temperature": 1.2}, LOGPROBS),
@@ -82,23 +83,23 @@ class Traffic:
     answers: dict[str, list[int]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tiny_traffic(pair: Pair, tiny_models: demo.Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traffic]:
     rng = random.Random(SEED)
-    shared = [[rng.randrange(len(tiny.SPECIAL), 290) for _ in range(90)] for _ in range(2)]
+    shared = [[rng.randrange(len(tiny.SPECIAL), 290) for _ in range(40)] for _ in range(2)]
     prompts = {
-        f"p{i}": shared[i % 2][: rng.choice([0, 10, 40, 90])]
-        + [rng.randrange(len(tiny.SPECIAL), 290) for _ in range(rng.randint(1, 40))]
+        f"p{i}": shared[i % 2][: rng.choice([0, 10, 20, 40])]
+        + [rng.randrange(len(tiny.SPECIAL), 290) for _ in range(rng.randint(1, 30))]
         for i in range(40)
     }
-    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 100}
+    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
     request = {"input_ids": list(prompts.values()), "return_logprob": True, "top_logprobs_num": 2}
     plain = dict(zip(prompts, pair.plain.ask({**request, "sampling_params": sampling}), strict=True))
     # A resumed request is prefilled with its answer and rounds otherwise: answers that turn on that are left out.
     answers = {rid: answer["output_ids"] for rid, answer in plain.items() if narrowest(answer) > 1e-3}
     assert len(answers) > 20
     prompts = {rid: prompts[rid] for rid in answers}
-    # Holds the shared prefixes and the rest of about four requests.
+    # Holds one whole answer and a part of another. SGLang lets a request in where its own will fit.
     yield from traffic(tiny_models, tmp_path_factory.mktemp("soak"), prompts, answers, 448, ENVIRONMENT)
 
 
@@ -107,16 +108,16 @@ def narrowest(answer: dict[str, Any]) -> float:
     return min(first[0] - second[0] for first, second in answer["meta_info"]["output_top_logprobs"])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def smollm2_traffic(
     models: demo.Models,
     prompt_ids: dict[str, list[int]],
     plain: dict[str, list[int]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Traffic]:
-    prompts = {rid: ids for rid, ids in prompt_ids.items() if len(ids) < 250}
+    prompts = {rid: ids for rid, ids in prompt_ids.items() if len(ids) < 150}
     answers = {rid: plain[rid] for rid in prompts}
-    yield from traffic(models, tmp_path_factory.mktemp("soak"), prompts, answers, 640, {})
+    yield from traffic(models, tmp_path_factory.mktemp("soak"), prompts, answers, 384, {})
 
 
 def traffic(
@@ -138,6 +139,7 @@ def test_soak_tiny(tiny_traffic: Traffic) -> None:
     soak(tiny_traffic)
 
 
+@pytest.mark.skipif(not HAS_CUDA and not BY_HAND, reason="by hand: a round of twelve takes a CPU a second")
 def test_soak_smollm2(smollm2_traffic: Traffic) -> None:
     soak(smollm2_traffic)
 

@@ -35,6 +35,7 @@ BY_HAND = "DFLASH_SOAK_S" in os.environ
 SOAK_S = float(os.environ.get("DFLASH_SOAK_S", "15"))
 NUM_CLIENTS = 16
 PATIENCE_S = 60
+MAX_NEW_TOKENS = 200
 ABORTED = 0.2  # of the requests are given up in the middle
 SEED = 0
 GPU_GROWTH_BYTES = 64 << 20  # allocator's blocks; a leak of a row a request would pass it within minutes
@@ -94,7 +95,7 @@ def tiny_traffic(pair: Pair, tiny_models: demo.Models, tmp_path_factory: pytest.
         + [rng.randrange(len(tiny.SPECIAL), 290) for _ in range(rng.randint(1, 30))]
         for i in range(40)
     }
-    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 200}
+    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": MAX_NEW_TOKENS}
     request = {"input_ids": list(prompts.values()), "return_logprob": True, "top_logprobs_num": 2}
     plain = dict(zip(prompts, pair.plain.ask({**request, "sampling_params": sampling}), strict=True))
     # A resumed request is prefilled with its answer and rounds otherwise: answers that turn on that are left out.
@@ -184,7 +185,7 @@ def soak(traffic: Traffic) -> None:
 def ask(traffic: Traffic, rid: str, kind: Kind, unique: str) -> list[str]:
     """One request; what is wrong with its answers. In bfloat16, where a close call falls otherwise, lengths alone."""
     expected = traffic.answers[rid]
-    length = len(expected) - len(unique) % 7
+    length = len(expected) - len(unique) % 7 if kind.greedy else MAX_NEW_TOKENS
     sampling = {"temperature": 0, "max_new_tokens": length, **kind.sampling}
     body = {"input_ids": traffic.prompts[rid], "rid": f"{rid}@{unique}", "sampling_params": sampling, **kind.request}
     response = requests.post(f"{traffic.url}/generate", json=body, timeout=REQUEST_TIMEOUT_S)
@@ -206,7 +207,7 @@ def ask(traffic: Traffic, rid: str, kind: Kind, unique: str) -> list[str]:
 
 def abandon(traffic: Traffic, rid: str, unique: str, by_name: bool) -> list[str]:
     """Start a request and leave it in the middle: by /abort_request, or by closing the connection."""
-    rid_, sampling = f"{rid}@{unique}", {"temperature": 0, "max_new_tokens": 200}
+    rid_, sampling = f"{rid}@{unique}", {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}
     body = {"input_ids": traffic.prompts[rid], "rid": rid_, "stream": True, "sampling_params": sampling}
     with requests.post(f"{traffic.url}/generate", json=body, stream=True, timeout=REQUEST_TIMEOUT_S) as response:
         next(response.iter_lines())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from sglang_dflash import demo
-from tests.engine import prompts
+from tests.engine import prompts, tiny
+from tests.engine.pairs import Pair
 from tests.engine.setup import NUM_NEW_TOKENS, NUM_PROMPTS, engine
 
 
@@ -33,3 +36,15 @@ def plain(
     with engine("plain", models, tmp_path_factory.mktemp("plain") / "log") as reference:
         answers, _ = reference.generate(list(prompt_ids.values()), max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
     return dict(zip(prompt_ids, (answer.token_ids for answer in answers), strict=True))
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> demo.Models:
+    return tiny.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def pair(tiny_models: demo.Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    made = Pair(tiny_models, tmp_path_factory.mktemp("pair"))
+    yield made
+    made.close()

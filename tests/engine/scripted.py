@@ -1,13 +1,15 @@
 """A proposer that knows the answers and makes chosen mistakes, so that every accepted length occurs on purpose.
 
-The script, a JSON file named by $DFLASH_TEST_SCRIPT, maps a request id to "index", "prompt_len" and "answer" (tokens).
-What follows an "@" in a request's id only tells requests with the same prompt apart.
+The script, a JSON file named by $DFLASH_TEST_SCRIPT, maps a request id to "prompt_len", "answer" (tokens) and either
+"index", for mistakes where `planted` says, or "seed", for mistakes anywhere. What follows an "@" in a request's id only
+tells requests with the same prompt apart. The file is read again whenever it changes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +38,38 @@ def environment(path: Path, prompts: dict[str, list[int]], answers: dict[str, li
         rid: {"index": index, "prompt_len": len(ids), "answer": answers[rid]}
         for index, (rid, ids) in enumerate(prompts.items())
     }
-    path.write_text(json.dumps(script))
+    return following(path, script)
+
+
+def following(path: Path, script: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Write a script; the environment in which an engine follows it."""
+    write(path, script)
     proposer = {"proposer": f"{__name__}:{ScriptedProposer.__name__}"}
     return {config.CONFIG_VARIABLE: json.dumps(proposer), SCRIPT_VARIABLE: str(path)}
 
 
+def write(path: Path, entries: dict[str, dict[str, Any]]) -> None:
+    """Put a script in the place of another, whole: an engine that runs follows it from its next round on."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(entries))
+    new.rename(path)
+
+
 class ScriptedProposer:
-    """Drafts the right tokens up to the planted mistake, wrong ones from there on."""
+    """Drafts the right tokens but for the planted mistakes."""
 
     def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
         self._buffers = buffers
         self._vocab_size = head.weight_VH.shape[0]
-        self._script = json.loads(Path(os.environ[SCRIPT_VARIABLE]).read_text())
+        self._path = Path(os.environ[SCRIPT_VARIABLE])
+        self._stamp: tuple[int, int] | None = None
+        self._script: dict[str, dict[str, Any]] = {}
 
     def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:
         """The drafter runs for real; what it says is not used."""
 
     def propose(self, round_: Round, block: Block) -> Draft:
+        self._read()
         rows = []
         for rid, seq_len, anchor in zip(
             round_.rids, round_.seq_lens_B.tolist(), block.ids_BK[:, 0].tolist(), strict=True
@@ -62,13 +79,38 @@ class ScriptedProposer:
         drafted_BK.copy_(torch.tensor(rows))
         return Draft(drafted_BK)
 
+    def _read(self) -> None:
+        status = self._path.stat()
+        stamp = (status.st_ino, status.st_mtime_ns)
+        if stamp != self._stamp:
+            self._stamp, self._script = stamp, json.loads(self._path.read_text())
+
     def _row(self, rid: str, seq_len: int, anchor: int) -> list[int]:
         block_size = self._buffers.block_size
-        entry = self._script.get(rid.partition("@")[0], {"prompt_len": 0, "answer": []})
-        answer, at = entry["answer"], seq_len - entry["prompt_len"]
-        if at >= len(answer) or answer[at] != anchor:
-            # A request without a script (the server's warm-up), past its end, or one that left it.
+        entry = self._script.get(rid.partition("@")[0])
+        if entry is None or not _follows(entry, seq_len, anchor):
+            # SGLang names the n answers of a request itself. None fits the server's warm-up, nor one past its end.
+            entry = next((other for other in self._script.values() if _follows(other, seq_len, anchor)), None)
+        if entry is None:
             return [anchor] * block_size
-        right = answer[at + 1 : at + 1 + planted(entry["index"], at, block_size)]
-        drafts = right + [(token + 1) % self._vocab_size for token in answer[at + 1 + len(right) :]]
+        at = seq_len - entry["prompt_len"]
+        rest = entry["answer"][at + 1 :][: block_size - 1]
+        if "seed" in entry:
+            return [anchor, *self._randomly_wrong(rest, random.Random(f"{entry['seed']}-{at}"))]
+        num_right = planted(entry["index"], at, block_size)
+        drafts = rest[:num_right] + [(token + 1) % self._vocab_size for token in rest[num_right:]]
         return [anchor, *(drafts + [0] * block_size)[: block_size - 1]]
+
+    def _randomly_wrong(self, rest: list[int], rng: random.Random) -> list[int]:
+        """One mistake or none, anywhere: what follows it is right, for whoever does not stop there."""
+        drafts = rest + [rng.randrange(self._vocab_size) for _ in range(self._buffers.block_size - 1 - len(rest))]
+        wrong = rng.randrange(len(drafts) + 1)
+        if wrong < len(drafts):
+            drafts[wrong] = (drafts[wrong] + rng.randrange(1, self._vocab_size)) % self._vocab_size
+        return drafts
+
+
+def _follows(entry: dict[str, Any], seq_len: int, anchor: int) -> bool:
+    """Whether a request of this length and last token can be this entry's."""
+    at = seq_len - entry["prompt_len"]
+    return 0 <= at < len(entry["answer"]) and entry["answer"][at] == anchor

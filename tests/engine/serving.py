@@ -15,24 +15,30 @@ from typing import Any
 
 import requests
 
-from sglang_dflash import demo
-from tests.engine.setup import PYTHONPATH, engine_args
+from sglang_dflash import cpu, demo
+from tests.engine.setup import HAS_CUDA, PYTHONPATH, engine_args
 
 START_TIMEOUT_S = 300
 REQUEST_TIMEOUT_S = 600
 
 
 @contextlib.contextmanager
-def serve(models: demo.Models, log: Path, env: dict[str, str], **args: Any) -> Iterator[str]:
-    """`sglang-dflash serve` on a free port of this machine; its base URL."""
+def serve(models: demo.Models, log: Path, env: dict[str, str], *, plain: bool = False, **args: Any) -> Iterator[str]:
+    """`sglang-dflash serve` on a free port of this machine, or SGLang's server without speculation; its base URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "sglang_dflash.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
-    for name, value in {**engine_args(models), **args}.items():
+    module = ["sglang.launch_server"] if plain else ["sglang_dflash.cli", "serve"]
+    command = [sys.executable, "-m", *module, "--host", "127.0.0.1", "--port", str(port)]
+    args = {**engine_args(models), **args}
+    if plain:
+        args = {name: value for name, value in args.items() if not name.startswith("speculative_")}
+        args |= {} if HAS_CUDA else cpu.engine_arguments()
+    for name, value in args.items():
         flag = f"--{name.replace('_', '-')}"
         values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
-        command += [flag] if value is True else [flag, *values]
+        if value is not False:
+            command += [flag] if value is True else [flag, *values]
     environment = {**os.environ, "SGLANG_DFLASH_STRICT": "1", "PYTHONPATH": PYTHONPATH, **env}
     with log.open("wb") as output:
         process = subprocess.Popen(

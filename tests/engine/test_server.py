@@ -1,17 +1,9 @@
-"""A server as users run it: native and OpenAI endpoints, streaming, a frontend program, refusals, aborts, a soak.
-
-DFLASH_SOAK_S sets the soak's length in seconds.
-"""
+"""A server as users run it: native and OpenAI endpoints, streaming, a frontend program, ends inside a block."""
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,11 +16,6 @@ from tests.engine.setup import HAS_CUDA, NUM_NEW_TOKENS
 
 pytestmark = pytest.mark.engine
 
-SOAK_S = float(os.environ.get("DFLASH_SOAK_S", "20"))
-NUM_CLIENTS = 12
-# One request in five is given up in the middle.
-ABORTED = 0.2
-SEED = 0
 END_OF_TEXT = 2  # of SmolLM2's chat format
 
 
@@ -152,71 +139,3 @@ def test_ends_inside_a_block(url: str, prompt_ids: dict[str, list[int]], plain: 
     word = whole.split()[3]
     answer = generate(url, prompt_ids[rid], f"{rid}@stop-text", NUM_NEW_TOKENS, stop=[word])
     assert answer["text"] == whole[: whole.index(word)]
-
-
-def test_unserved_options_are_refused_by_name(url: str) -> None:
-    body = {"text": "Hello", "return_hidden_states": True, "sampling_params": {"temperature": 0}}
-    response = requests.post(f"{url}/generate", json=body, timeout=REQUEST_TIMEOUT_S)
-    assert response.status_code == 400, response.text
-    assert "return_hidden_states" in response.text
-    assert "sglang-dflash" in response.text
-
-
-def test_soak(url: str, prompt_ids: dict[str, list[int]], plain: dict[str, list[int]]) -> None:
-    """Requests join and leave at random, some are abandoned midway: the answers are plain decoding's, nothing leaks."""
-    end = time.monotonic() + SOAK_S
-    lock, failures, counts = threading.Lock(), [], {"whole": 0, "aborted": 0}
-
-    def client(number: int) -> None:
-        rng = random.Random(SEED + number)
-        while time.monotonic() < end:
-            rid = rng.choice(list(prompt_ids))
-            length = rng.randint(1, NUM_NEW_TOKENS)
-            unique = f"{rid}@{number}-{rng.random()}"
-            kind = "aborted" if rng.random() < ABORTED else "whole"
-            if kind == "aborted":
-                abandon(url, prompt_ids[rid], unique, by_name=rng.random() < 0.5)
-            else:
-                got = generate(url, prompt_ids[rid], unique, length)["output_ids"]
-                if got != plain[rid][:length]:
-                    failures.append((unique, length, got))
-            with lock:
-                counts[kind] += 1
-            time.sleep(rng.random() * 0.2)
-
-    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        for future in [pool.submit(client, number) for number in range(NUM_CLIENTS)]:
-            future.result()
-    print(f"soak: {counts} in {SOAK_S:.0f} s")
-    assert counts["whole"] >= 4
-    if HAS_CUDA:
-        assert not [failure for failure in failures if not failure[0].startswith("long")]
-    else:
-        assert not failures
-    wait_until_idle(url)
-
-
-def abandon(url: str, input_ids: list[int], rid: str, by_name: bool) -> None:
-    """Start a request and leave it in the middle: by /abort_request, or by closing the connection."""
-    body = {
-        "input_ids": input_ids,
-        "rid": rid,
-        "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
-    }
-    with requests.post(f"{url}/generate", json=body, stream=True, timeout=REQUEST_TIMEOUT_S) as response:
-        next(response.iter_lines())
-        if by_name:
-            requests.post(f"{url}/abort_request", json={"rid": rid}, timeout=60)
-            for _ in response.iter_lines():
-                pass
-
-
-def wait_until_idle(url: str) -> None:
-    """An idle server checks that all of its KV slots are accounted for and ends if not; flushing needs idleness."""
-    deadline = time.monotonic() + 120
-    while requests.post(f"{url}/flush_cache", timeout=60).status_code != 200:
-        assert time.monotonic() < deadline, "the server is still busy"
-        time.sleep(1)
-    time.sleep(3)
-    assert requests.get(f"{url}/health_generate", timeout=120).status_code == 200

@@ -1,4 +1,4 @@
-"""The hooks: two on argument resolution, one on the choice of the worker, six in the scheduler, one on attention.
+"""The hooks: two on argument resolution, one on the choice of the worker, seven in the scheduler, one on attention.
 
 Where `bench profile` measures SGLang's built-in worker there is one alone, which marks that worker's stages. All are
 AROUND hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
@@ -41,6 +41,7 @@ _UPDATE_FROM_DISTRIBUTED = (
     ".SchedulerWeightUpdaterManager.update_weights_from_distributed"
 )
 _ATTENTION = "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend"
+_FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 # Targets that carry our hook in this process.
 _OURS: set[str] = set()
 
@@ -108,8 +109,11 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
         seeded=server_args.enable_deterministic_inference,
         grammar_backend=server_args.grammar_backend,
     )
+    from sglang_dflash.host import ends
+
     hooks = {
         _VALIDATE_REQUEST: validate,
+        _FINISH: ends.update_finish_state,
         _SERVER_INFO: _add_server_info,
         _ROW_HEADROOM: _row_headroom,
         _UPDATE_FROM_DISK: _update_from_disk,

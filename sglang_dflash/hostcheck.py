@@ -112,6 +112,7 @@ WORKER = (
     Contract("sglang.srt.model_executor.model_runner.ModelRunner.check_weights"),
     Contract("sglang.srt.models.dflash.DFlashDraftModel.load_weights", ("weights",)),
     Contract("sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len", (), exact=True),
+    Contract("sglang.srt.managers.schedule_batch.Req.update_finish_state", ("self", "new_accepted_len"), exact=True),
     Contract(
         "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
         (

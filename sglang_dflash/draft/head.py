@@ -51,8 +51,9 @@ class FP8Head:
         # Whole tiles: for 15 rows, one block's drafts, cuBLAS takes a kernel half as fast as for 16.
         padded_NH = torch.nn.functional.pad(hidden_NH, (0, 0, 0, -num_rows % _TILE))
         rounded_NH, scale_N1 = _rounded(padded_NH)
-        scales = {"scale_a": scale_N1, "scale_b": self._scale_V1.T}
-        logits_NV = torch._scaled_mm(rounded_NH, self._copy_VH.T, out_dtype=torch.bfloat16, **scales)[:num_rows]
+        logits_NV = torch._scaled_mm(
+            rounded_NH, self._copy_VH.T, scale_a=scale_N1, scale_b=self._scale_V1.T, out_dtype=torch.bfloat16
+        )[:num_rows]
         return logits_NV if out is None else out.copy_(logits_NV)
 
     def refresh(self) -> None:

@@ -2,8 +2,8 @@
 
 The target knows V tokens; p(next | tokens since the start) is a row of a fixed random table, another for every prefix.
 A `Rule` decides a round: what of a drafted block is committed, given the target's logits. `by_match` is the product's
-(`host.sampling.choose` with SGLang's own sampler, then `accept.match.MatchAcceptor`); a rule that samples its drafts
-reads `Situation.q_BKV` too.
+(`host.sampling.choose` with SGLang's own sampler, then `accept.match.MatchAcceptor`) for drafts that are no draws, and
+`by_rejection` (`host.sampling.distribution`, `accept.rejection.RejectionAcceptor`) for those that are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 import sglang_dflash_kernels as kernels
 from sglang_dflash.accept.match import MatchAcceptor
+from sglang_dflash.accept.rejection import RejectionAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.host import sampling
 from sglang_dflash.records import Accepted, Draft, Round, Verified
@@ -103,13 +104,28 @@ def sample(rule: Rule, drafter: Drafter, options: list[Options], num_requests: i
 
 
 def by_match(situation: Situation) -> Accepted:
-    """The product's own stages."""
-    logits_NV = situation.logits_BWV.reshape(-1, V)
-    info = sampling_info(situation.options, situation.round_.rows_B)
+    """The product's own stages, for drafts that are no draws."""
+    logits_NV, info = _biased(situation)
     choices_BW = sampling.choose(_runner(), info, logits_NV, situation.positions_BW, keep_logits=False)
-    verified = Verified(choices_BW, torch.empty(0), K, None)
+    verified = Verified(choices_BW, None, torch.empty(0), K, None)
     acceptor = MatchAcceptor(kernels.select(CPU), situation.buffers)
     return acceptor.accept(situation.round_, situation.draft, verified)
+
+
+def by_rejection(situation: Situation) -> Accepted:
+    """The product's own stages, for drafts drawn from a distribution."""
+    assert situation.q_BKV is not None
+    logits_NV, info = _biased(situation)
+    p_BWV = sampling.distribution(_runner(), info, logits_NV, situation.positions_BW)
+    draft = dataclasses.replace(situation.draft, q=situation.q_BKV)
+    acceptor = RejectionAcceptor(MatchAcceptor(kernels.select(CPU), situation.buffers))
+    return acceptor.accept(situation.round_, draft, Verified(None, p_BWV, torch.empty(0), K, None))
+
+
+def _biased(situation: Situation) -> tuple[torch.Tensor, SamplingBatchInfo]:
+    info = sampling_info(situation.options, situation.round_.rows_B)
+    sampling.add_bias(info, situation.logits_BWV)
+    return situation.logits_BWV.reshape(-1, V), info
 
 
 def sampling_info(options: list[Options], requests_B: torch.Tensor) -> SamplingBatchInfo:

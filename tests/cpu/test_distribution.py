@@ -19,7 +19,19 @@ from sglang.srt.layers import sampler
 
 from sglang_dflash.records import Accepted
 from tests.cpu import sampled_rounds
-from tests.cpu.sampled_rounds import Drafter, K, Options, Rule, Situation, V, by_match, judge, logits_after, sample
+from tests.cpu.sampled_rounds import (
+    Drafter,
+    K,
+    Options,
+    Rule,
+    Situation,
+    V,
+    by_match,
+    by_rejection,
+    judge,
+    logits_after,
+    sample,
+)
 
 NUM_REQUESTS = 200_000
 TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
@@ -52,9 +64,14 @@ def _by_token(choose: Drafter) -> Drafter:
     return drafter
 
 
-def _sampled(code_B: torch.Tensor, depth_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q_BV = torch.softmax(BELIEF_NV[sampled_rounds.row_of(code_B, depth_B)], dim=-1)
-    return torch.multinomial(q_BV, 1)[:, 0], q_BV
+def _drawn(logits_NV: torch.Tensor) -> Drafter:
+    """Draws from what these rows of logits say after each prefix."""
+
+    def choose(code_B: torch.Tensor, depth_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q_BV = torch.softmax(logits_NV[sampled_rounds.row_of(code_B, depth_B)], dim=-1)
+        return torch.multinomial(q_BV, 1)[:, 0], q_BV
+
+    return _by_token(choose)
 
 
 DRAFTERS: dict[str, Drafter] = {
@@ -63,7 +80,12 @@ DRAFTERS: dict[str, Drafter] = {
     "adversarial": _by_token(lambda code, depth: (logits_after(code, depth).argmin(dim=-1), None)),
     # By the prefix alone: always the same after the same tokens.
     "prefix": _by_token(lambda code, depth: ((code * 7 + depth * 3 + code // 5) % V, None)),
-    "sampled": _by_token(_sampled),
+}
+DRAWING: dict[str, Drafter] = {
+    "good": _drawn(sampled_rounds._LOGITS_NV),
+    "poor": _drawn(BELIEF_NV),
+    "adversarial": _drawn(-2 * sampled_rounds._LOGITS_NV),
+    "certain": _drawn(40 * BELIEF_NV),
 }
 
 
@@ -78,24 +100,26 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Every pair of temperature, filter and drafter occurs.
 SETTINGS = [
-    (temperature, filters, list(DRAFTERS)[(i + j) % 4])
+    (temperature, filters, (i + j) % 4)
     for i, temperature in enumerate(TEMPERATURES)
     for j, filters in enumerate(FILTERS)
 ]
 
 
 @pytest.mark.parametrize(("temperature", "filters", "drafter"), SETTINGS)
-def test_three_tokens_have_the_exact_distribution(temperature: float, filters: str, drafter: str) -> None:
+def test_three_tokens_have_the_exact_distribution(temperature: float, filters: str, drafter: int) -> None:
     options = Options(temperature=temperature, **FILTERS[filters])
-    verdict = judge(sample(by_match, DRAFTERS[drafter], [options], NUM_REQUESTS), options)
-    assert verdict.same, verdict
+    for rule, drafters in ((by_match, DRAFTERS), (by_rejection, DRAWING)):
+        verdict = judge(sample(rule, list(drafters.values())[drafter], [options], NUM_REQUESTS), options)
+        assert verdict.same, (rule.__name__, verdict)
 
 
 def test_rows_of_different_options_in_one_batch() -> None:
     options = [Options(temperature=1.0, top_k=1), *(Options(temperature=1.2, **FILTERS[name]) for name in FILTERS)]
-    said = sample(by_match, DRAFTERS["good"], options, NUM_REQUESTS)
-    for i, own in enumerate(options):
-        assert judge(said[i :: len(options)], own).same, own
+    for rule, drafter in ((by_match, DRAFTERS["good"]), (by_rejection, DRAWING["poor"])):
+        said = sample(rule, drafter, options, NUM_REQUESTS)
+        for i, own in enumerate(options):
+            assert judge(said[i :: len(options)], own).same, (rule.__name__, own)
 
 
 # -- rules that are not the product's ----------------------------------------------------------------------------------
@@ -123,28 +147,14 @@ def draws(p_BWV: torch.Tensor) -> torch.Tensor:
     return torch.multinomial(p_BWV.flatten(0, 1), 1).view(p_BWV.shape[:2])
 
 
-def by_rejection(situation: Situation, *, residual: bool = True) -> Accepted:
-    """Speculative rejection sampling (arXiv 2211.17192, algorithm 1); of drafts that are no draws q is 1.
-
-    Without `residual` the rejected draft's column draws from p itself.
-    """
+def without_residual(situation: Situation) -> Accepted:
+    """Draws the token after a rejected draft from p itself; of drafts that are no draws q is 1."""
     p_BWV, drafts_BK = probabilities(situation), situation.draft.tokens_BK[:, 1:]
     q_BKV = situation.q_BKV
     if q_BKV is None:
         q_BKV = torch.nn.functional.one_hot(drafts_BK, V).float()
-    p_draft = p_BWV[:, :-1].gather(2, drafts_BK[..., None])[..., 0]
-    q_draft = q_BKV.gather(2, drafts_BK[..., None])[..., 0]
-    accepted_BK = torch.rand(p_draft.shape) * q_draft < p_draft
-    left_BWV = p_BWV.clone()
-    if residual:
-        left_BWV[:, :-1] = (p_BWV[:, :-1] - q_BKV).clamp(min=0)
-        # Where q equals p nothing is left, and nothing is rejected.
-        left_BWV[:, :-1][left_BWV[:, :-1].sum(dim=-1) <= 0] = 1.0
-    return commit(situation, accepted_BK, draws(left_BWV))
-
-
-def without_residual(situation: Situation) -> Accepted:
-    return by_rejection(situation, residual=False)
+    p_draft, q_draft = (probs.gather(2, drafts_BK[..., None])[..., 0] for probs in (p_BWV[:, :-1], q_BKV))
+    return commit(situation, torch.rand(p_draft.shape) * q_draft < p_draft, draws(p_BWV))
 
 
 def by_threshold(situation: Situation) -> Accepted:
@@ -175,29 +185,21 @@ def untempered(situation: Situation) -> Accepted:
     return by_match(situation)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_another_rule_that_keeps_the_distribution_passes(drafter: str) -> None:
-    for temperature in (0.3, 1.5):
-        options = Options(temperature=temperature)
-        verdict = judge(sample(by_rejection, DRAFTERS[drafter], [options], NUM_REQUESTS), options)
-        assert verdict.same, verdict
-
-
 @pytest.mark.parametrize(
     ("rule", "drafter"),
     [
-        (by_threshold, "good"),
-        (without_residual, "good"),
-        (without_residual, "sampled"),
-        (drawn_again, "good"),
-        (drawn_again, "prefix"),
-        (past_a_mismatch, "random"),
-        (untempered, "good"),
+        (by_threshold, DRAFTERS["good"]),
+        (without_residual, DRAFTERS["good"]),
+        (without_residual, DRAWING["poor"]),
+        (drawn_again, DRAFTERS["good"]),
+        (drawn_again, DRAFTERS["prefix"]),
+        (past_a_mismatch, DRAFTERS["random"]),
+        (untempered, DRAFTERS["good"]),
     ],
 )
-def test_a_wrong_rule_is_caught(rule: Rule, drafter: str) -> None:
+def test_a_wrong_rule_is_caught(rule: Rule, drafter: Drafter) -> None:
     options = Options(temperature=0.7)
-    verdict = judge(sample(rule, DRAFTERS[drafter], [options], NUM_REQUESTS), options)
+    verdict = judge(sample(rule, drafter, [options], NUM_REQUESTS), options)
     assert not verdict.same
     assert verdict.p_value < sampled_rounds.ALPHA
     assert verdict.distance > verdict.bound

@@ -9,8 +9,8 @@ What is kept out, because plain decoding itself would not give the same answer t
 - Draws with and without filters in one batch: SGLang's sampler sorts the whole batch if anybody in it has a top_k or
   top_p (a greedy request has top_k 1), and the noise of a sorted row stands at other tokens. So the requests of a batch
   are all greedy, or draw without filters, or are greedy and filtered ones.
-- Two kinds of end in one request (`one_end`): of two that one round brings SGLang does not take the first;
-  test_options.py has that.
+- A grammar with `ignore_eos`: SGLang's plain decoding says one token more after its end. A grammar with
+  `min_new_tokens`, which may forbid the only token that the grammar allows: SGLang fails such a request.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from tests.engine import tiny
 from tests.engine.pairs import OURS
+from tests.engine.processors import WatchOutput
 
 VOCAB_SIZE = 295
 MAX_NEW_TOKENS = 20
@@ -31,6 +32,8 @@ FIRST_TEXT_TOKEN = len(tiny.SPECIAL)
 # Shared by many prompts of many cases: the radix cache has them, whole or in part. Longer than a chunk of prefill.
 PREFIXES = [[random.Random(i).randrange(FIRST_TEXT_TOKEN, VOCAB_SIZE) for _ in range(100)] for i in range(3)]
 TEXTS = ["a", "th", "e", "!", "the ", "\n", "0", '"', "true", "x", "@", "tr"]
+
+PROCESSOR = WatchOutput.to_str()
 
 tokens = st.integers(0, VOCAB_SIZE - 1)
 penalty = st.floats(-2, 2, width=16)
@@ -79,6 +82,12 @@ GREEDY_OPTIONS: list[st.SearchStrategy[dict[str, Any]]] = [
     ),
     st.fixed_dictionaries({"stop_regex": st.sampled_from(["[0-9]", "t.", "[!?]"])}),
     st.fixed_dictionaries({"skip_special_tokens": st.booleans()}),
+    st.one_of(
+        st.fixed_dictionaries({"regex": st.sampled_from(["[a-z]{3}", "(ab|the |0[0-9]+)+", "true(, true)*"])}),
+        st.fixed_dictionaries({"json_schema": st.sampled_from(['{"type": "object"}', '{"enum": ["abc", 12, true]}'])}),
+        st.fixed_dictionaries({"ebnf": st.just('root ::= "a" root | "!"')}),
+    ),
+    st.fixed_dictionaries({"custom_params": st.fixed_dictionaries({"strength": st.floats(1, 20, width=16)})}),
 ]
 SAMPLED_OPTIONS: list[st.SearchStrategy[dict[str, Any]]] = [
     st.fixed_dictionaries({"sampling_seed": st.integers(-(2**63), 2**63 - 1)}),
@@ -90,13 +99,6 @@ FILTERS = st.one_of(
 )
 
 
-def one_end(params: dict[str, Any]) -> dict[str, Any]:
-    """These parameters with the first of their stop string, regex and tokens alone; the end of the text is a token."""
-    first, *others = [name for name in ("stop", "stop_regex", "stop_token_ids") if name in params] or [""]
-    kept = {name: value for name, value in params.items() if name not in others}
-    return kept | {"ignore_eos": True} if first in ("stop", "stop_regex") else kept
-
-
 @st.composite
 def sampling_params(draw: st.DrawFn, mode: str) -> dict[str, Any]:
     """Of one request of a batch that is all "greedy", all "free" of filters, or "filtered" with greedy ones too."""
@@ -106,7 +108,8 @@ def sampling_params(draw: st.DrawFn, mode: str) -> dict[str, Any]:
         "temperature": 0,
         **draw(mixes(GREEDY_OPTIONS)),
     }
-    params = one_end(params)
+    if params.keys() & {"regex", "json_schema", "ebnf"}:
+        params |= {"ignore_eos": False, "min_new_tokens": 0}
     params["min_new_tokens"] = min(params.get("min_new_tokens", 0), params["max_new_tokens"])
     if mode == "greedy" or (mode == "filtered" and draw(st.booleans())):
         return params
@@ -133,6 +136,7 @@ def cases(draw: st.DrawFn) -> Case:
     if num_answers > 1:  # SGLang wants the same number of all requests of a call
         for params in sampling:
             params["n"] = num_answers
+    processors = [PROCESSOR if "custom_params" in params else None for params in sampling]
     request: dict[str, Any] = {}
     # SGLang takes a request for no token as a prefill alone, without logprobs, only where it does not speculate.
     if with_logprobs and min(params["max_new_tokens"] for params in sampling) > 0:
@@ -140,4 +144,6 @@ def cases(draw: st.DrawFn) -> Case:
         request["logprob_start_len"] = draw(st.sampled_from([-1, 0]))
         if num_answers == 1 and draw(st.booleans()):  # SGLang refuses the list for several answers
             request["token_ids_logprob"] = [[5, 60]] * num_requests
+    if num_answers == 1 and any(processors):  # SGLang refuses a list for several answers
+        request["custom_logit_processor"] = processors
     return Case(ours, asked, sampling, request)

@@ -22,6 +22,7 @@ from tests.engine.serving import REQUEST_TIMEOUT_S, serve, tail
 
 COMMON: dict[str, Any] = {
     "enable_deterministic_inference": True,
+    "enable_custom_logit_processor": True,
     "chunked_prefill_size": 64,
     "max_total_tokens": 4096,
     "sleep_on_idle": True,  # the servers that wait leave the cores to the one that answers

@@ -15,6 +15,7 @@ class WatchOutput(CustomLogitProcessor):
         assert custom_param_list is not None
         for row, params in enumerate(custom_param_list):
             output = list(params["__req__"].output_ids)
-            favoured = (sum(place * token for place, token in enumerate(output, start=1)) + len(output)) % 97 + 260
-            logits[row, favoured] += params["strength"]
+            seen = sum(place * token for place, token in enumerate(output, start=1)) + len(output)
+            # Printable tokens of either tokenizer of these tests.
+            logits[row, seen % 97 + 40] += params["strength"]
         return logits

@@ -69,7 +69,7 @@ def test_any_mix_of_options_is_answered_as_plain_decoding_answers_it(pair: Pair)
     assert counts["close calls"] <= MAX_CLOSE_CALLS
     for name in ("logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "stop",
                  "stop_token_ids", "stop_regex", "sampling_seed", "top_k", "top_p", "temperature", "n", "length",
-                 "top_logprobs_num", "token_ids_logprob"):  # fmt: skip
+                 "top_logprobs_num", "token_ids_logprob", "regex", "json_schema", "custom_params"):  # fmt: skip
         assert counts[name] >= NUM_CASES // 20, name
     for name, histogram in histograms.items():
         assert all(histogram), f"every accepted length occurs: {name}: {histogram}"

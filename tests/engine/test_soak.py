@@ -73,6 +73,10 @@ KINDS = {
     "penalties": Kind({"frequency_penalty": 0.5, "presence_penalty": 0.3}),
     "sampled with penalties": Kind({"temperature": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 4}),
     "bias": Kind({"logit_bias": {"40": 3.0}}),
+    "grammar": Kind({"regex": "[a-z]{2,9}( [a-z]{1,9}){0,40}"}),
+    "sampled with grammar": Kind(
+        {"temperature": 1.0, "json_schema": '{"type": "array", "items": {"type": "integer"}}'}
+    ),
 }
 
 

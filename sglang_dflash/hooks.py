@@ -1,4 +1,4 @@
-"""The hooks: two on argument resolution, one on the choice of the worker, seven in the scheduler, one on attention.
+"""The hooks: two on argument resolution, one on the choice of the worker, seven in the scheduler.
 
 Where `bench profile` measures SGLang's built-in worker there is one alone, which marks that worker's stages. All are
 AROUND hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
@@ -40,7 +40,6 @@ _UPDATE_FROM_DISTRIBUTED = (
     "sglang.srt.managers.scheduler_components.weight_updater"
     ".SchedulerWeightUpdaterManager.update_weights_from_distributed"
 )
-_ATTENTION = "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend"
 _FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 # Targets that carry our hook in this process.
 _OURS: set[str] = set()
@@ -120,10 +119,6 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
         _UPDATE_FROM_TENSOR: _update_one_model,
         _UPDATE_FROM_DISTRIBUTED: _update_one_model,
     }
-    if server_args.device == "cuda":
-        from sglang_dflash.host import attention
-
-        hooks[_ATTENTION] = attention.forward_extend
     reasons = reasons or _apply(hooks)
     if reasons:
         _hand_over(reasons)

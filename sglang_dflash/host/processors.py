@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,8 +74,8 @@ class LogitProcessors:
 
 def _seeing(params: dict[str, Any] | None, req: Any, output: list[int]) -> dict[str, Any] | None:
     """A request's parameters with the request as it stands after `output`."""
-    if not params or REQUEST_KEY not in params:
+    if not isinstance(params, dict) or REQUEST_KEY not in params:
         return params
     after = copy.copy(req)
-    after.output_ids = output
+    after.output_ids = array("q", output)  # as SGLang has it: processors join it to the prompt
     return params | {REQUEST_KEY: after}

@@ -31,8 +31,10 @@ class DrafterWeights:
     def __init__(self, runner: Any, config: DrafterConfig, quantized: bool) -> None:
         self.weight_updater = self
         self.check_weights = runner.check_weights
-        self.begin_weight_update = runner.weight_updater.begin_weight_update
-        self.end_weight_update = runner.weight_updater.end_weight_update
+        # A quantized drafter takes no update, and SGLang would quantize it a second time at the end of one.
+        nothing = lambda **options: None  # noqa: E731
+        self.begin_weight_update = nothing if quantized else runner.weight_updater.begin_weight_update
+        self.end_weight_update = nothing if quantized else runner.weight_updater.end_weight_update
         self._updater = runner.weight_updater
         self._quantized = quantized
         self._shapes = expected_tensors(config)

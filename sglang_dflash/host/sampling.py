@@ -49,8 +49,8 @@ def choose(
 def distribution(runner: Any, info: Any, logits_NV: torch.Tensor, positions_BW: torch.Tensor) -> torch.Tensor:
     """The distribution (B, W, V), float32, that `choose` would draw each token from; a greedy request's is all on one.
 
-    Arguments as of `choose`; `logits_NV` stays. What SGLang's sampler leaves of the probabilities, by its own kernels
-    in its own order of filters, is what it reports for requests that ask for their sampling masks: here all rows do.
+    Arguments as of `choose`; `logits_NV` stays. What SGLang's filters leave of the probabilities, by its own kernels
+    in its own order, is what its sampler reports for requests that ask for their sampling masks: here all rows do.
     """
     rows = for_rows(info, positions_BW.shape[1])
     rows.sampling_mask_batch_indices = torch.arange(logits_NV.shape[0], device=logits_NV.device)

@@ -1,4 +1,4 @@
-"""The hooks: two on argument resolution, one on the choice of the worker, seven in the scheduler.
+"""The hooks: two on argument resolution, one on the choice of the worker, eight in the scheduler.
 
 Where `bench profile` measures SGLang's built-in worker there is one alone, which marks that worker's stages. All are
 AROUND hooks of SGLang's own registry; `hostcheck` lists their targets with signatures.
@@ -40,6 +40,9 @@ _UPDATE_FROM_DISTRIBUTED = (
     "sglang.srt.managers.scheduler_components.weight_updater"
     ".SchedulerWeightUpdaterManager.update_weights_from_distributed"
 )
+_UPDATE_FROM_IPC = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc"
+)
 _FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 # Targets that carry our hook in this process.
 _OURS: set[str] = set()
@@ -57,14 +60,16 @@ def install() -> list[str]:
 def _apply(hooks: dict[str, Any]) -> list[str]:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    problems = []
-    for target, hook in hooks.items():
-        if target in _OURS:
-            continue
-        # SGLang patches a target once and then drops every later hook on it without a word.
-        if target in HookRegistry._patched:
-            problems.append(f"another plugin has hooked {target} already; name one of the plugins in SGLANG_PLUGINS.")
-            continue
+    new = {target: hook for target, hook in hooks.items() if target not in _OURS}
+    # SGLang patches a target once and then drops every later hook on it without a word.
+    problems = [
+        f"another plugin has hooked {target} already; name one of the plugins in SGLANG_PLUGINS."
+        for target in new
+        if target in HookRegistry._patched
+    ]
+    if problems:  # all or none: SGLang's own worker must not serve with some of our hooks
+        return problems
+    for target, hook in new.items():
         HookRegistry.register(target, hook, HookType.AROUND)
         # SGLang applies hooks after all plugins ran and only logs a failure; applied here, a failure can be told.
         HookRegistry.apply_hooks()
@@ -100,7 +105,7 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
     if not self.is_dflash():
         return original(self, server_args)
     from sglang_dflash import hostcheck
-    from sglang_dflash.host import arguments
+    from sglang_dflash.host import arguments, ends
 
     reasons = arguments.reasons_for_stock(server_args) or hostcheck.problems(hostcheck.WORKER)
     validate = functools.partial(
@@ -108,8 +113,6 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
         seeded=server_args.enable_deterministic_inference,
         grammar_backend=server_args.grammar_backend,
     )
-    from sglang_dflash.host import ends
-
     hooks = {
         _VALIDATE_REQUEST: validate,
         _FINISH: ends.update_finish_state,
@@ -118,6 +121,7 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
         _UPDATE_FROM_DISK: _update_from_disk,
         _UPDATE_FROM_TENSOR: _update_one_model,
         _UPDATE_FROM_DISTRIBUTED: _update_one_model,
+        _UPDATE_FROM_IPC: _update,
     }
     reasons = reasons or _apply(hooks)
     if reasons:
@@ -182,7 +186,7 @@ def _update_from_disk(original: Any, self: Any, recv_req: UpdateWeightFromDiskRe
 
     if refusal := weights.folder_refusal(recv_req.model_path):
         return UpdateWeightFromDiskReqOutput(success=False, message=refusal)
-    return original(self, recv_req)
+    return _update(original, self, recv_req)
 
 
 def _update_one_model(
@@ -191,4 +195,10 @@ def _update_one_model(
     """Tensors that are sent to no model in particular are the target's."""
     if recv_req.selector == "all":
         recv_req.selector = "target"
-    return original(self, recv_req)
+    return _update(original, self, recv_req)
+
+
+def _update(original: Any, self: Any, recv_req: Any) -> Any:
+    output = original(self, recv_req)
+    self.draft_worker.weights_updated()
+    return output

@@ -79,6 +79,11 @@ WORKER = (
         exact=True,
     ),
     Contract(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc",
+        ("self", "recv_req"),
+        exact=True,
+    ),
+    Contract(
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
         ("self", "recv_req"),
         exact=True,
@@ -126,7 +131,6 @@ WORKER = (
             "spec_v2_attn_backends",
             "last_shared_read_runner",
             "on_verify_complete_cpu",
-            "clear_cache_pool",
         ),
     ),
     Contract(

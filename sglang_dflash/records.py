@@ -31,7 +31,7 @@ class Round:
     seq_lens_bound_cpu_B: torch.Tensor
     seq_lens_bound_sum: int  # its sum
     rids: tuple[str, ...]  # request ids
-    # float32, 0 where a request is greedy; None where all are, or where draws have seeds.
+    # float32, 0 where a request is greedy; None where all are, where draws have seeds, or where no draft is drawn.
     temperature_B: torch.Tensor | None = None
 
     @property

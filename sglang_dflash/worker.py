@@ -92,8 +92,8 @@ class DFlashWorker(BaseSpecWorker):
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         return [("draft", self.drafter.weights)]
 
-    def clear_cache_pool(self) -> None:
-        """SGLang flushes its caches: on demand, and after a weight update."""
+    def weights_updated(self) -> None:
+        """After every weight update: copies follow."""
         self.head.refresh()
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
@@ -171,7 +171,7 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(
         self, batch: Any, publish: Callable[[torch.Tensor], None], advance_grammars: Callable[[], None] | None
     ) -> Any:
-        round_ = rounds.read(batch, self.block_size)
+        round_ = rounds.read(batch, self.block_size, draws=self.proposer.draws)
         width = self.policy.choose(round_.num_requests)
         block = rounds.open_block(round_, self.layout, self.target.runner.kv_index_translator)
         self.drafter.forward(round_, block)

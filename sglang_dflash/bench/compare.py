@@ -7,6 +7,7 @@ first: where ours does not say what plain decoding says, no time is taken.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         arguments = _engine_arguments(args, Path(scratch), examples)
         result = {"setup": setup.describe(args, columns, arguments) | _describe(args, examples)}
         try:
-            check = _run(args, columns, arguments, examples, result)
+            check = _Comparison(args, columns, arguments, examples, result).run()
         except RuntimeError as error:
             # The engine's failure with its log's path and end.
             Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
@@ -121,80 +122,83 @@ def _describe(args: argparse.Namespace, examples: Sequence[Any]) -> dict[str, An
     return {**prompts, "sampling": _sampling(args), "new_tokens": args.new_tokens, "repeats": args.repeats}
 
 
-def _run(
-    args: argparse.Namespace,
-    columns: Sequence[Column],
-    arguments: dict[str, Any],
-    examples: Sequence[Any],
-    result: dict[str, Any],
-) -> Check:
-    """Fill `result`; nothing but the check where it failed."""
-    forced = args.forced_acceptance
-    check = None
-    if forced is not None and not args.unforced_check:
-        check = correctness.skipped("forced acceptance makes the output meaningless (--unforced-check checks first)")
-    elif forced is not None:
-        with bench_columns.engines(columns, args.logs / "check", arguments) as engines:
-            check = _check(args, columns, engines, examples, arguments)
-    if check is not None:
-        result["check"] = check.to_json()
-        if check.passed is False:
-            return check
-    with bench_columns.engines(columns, args.logs, arguments, forced_acceptance=forced) as engines:
-        check = check or _check(args, columns, engines, examples, arguments)
-        result["check"] = check.to_json()
-        if check.passed is not False:
-            print(check.says, file=sys.stderr)
-            _measure(args, columns, engines, examples, arguments, result)
-    return check
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """One run of the command.
 
+    Attributes:
+        arguments: of `sglang.Engine`, for all columns.
+        examples: prompts to answer; none for random ones.
+        result: filled as it goes; nothing but the check where that failed.
+    """
 
-def _check(
-    args: argparse.Namespace,
-    columns: Sequence[Column],
-    engines: dict[str, EngineProcess],
-    examples: Sequence[Any],
-    arguments: dict[str, Any],
-) -> Check:
-    dtype = arguments.get("dtype", precision()["dtype"])
-    if examples:
-        return correctness.judge(heldout.warm_up(engines, examples, max(args.batches), args.new_tokens), columns, dtype)
-    vocab_size = setup.model_config(args)["vocab_size"]
-    num_prompts = max(MIN_CHECKED, *args.batches)
-    prompts = steps.random_prompts(setup.SEED, num_prompts, args.prompt_tokens, vocab_size)
-    return correctness.check(engines, columns, prompts, new_tokens=args.new_tokens, dtype=dtype, ignore_eos=True)
+    args: argparse.Namespace
+    columns: Sequence[Column]
+    arguments: dict[str, Any]
+    examples: Sequence[Any]
+    result: dict[str, Any]
 
+    def run(self) -> Check:
+        """Check, then measure."""
+        forced, check = self.args.forced_acceptance, None
+        if forced is not None and not self.args.unforced_check:
+            check = correctness.skipped(
+                "forced acceptance makes the output meaningless (--unforced-check checks first)"
+            )
+        elif forced is not None:
+            with bench_columns.engines(self.columns, self.args.logs / "check", self.arguments) as engines:
+                check = self._check(engines)
+        if check is not None:
+            self.result["check"] = check.to_json()
+            if check.passed is False:
+                return check
+        with bench_columns.engines(self.columns, self.args.logs, self.arguments, forced_acceptance=forced) as engines:
+            check = check or self._check(engines)
+            self.result["check"] = check.to_json()
+            if check.passed is not False:
+                print(check.says, file=sys.stderr)
+                self._measure(engines)
+        return check
 
-def _measure(
-    args: argparse.Namespace,
-    columns: Sequence[Column],
-    engines: dict[str, EngineProcess],
-    examples: Sequence[Any],
-    arguments: dict[str, Any],
-    result: dict[str, Any],
-) -> None:
-    """Every batch size, then first tokens; the result is written after each, for a run that is cut short."""
-    vocab_size = setup.model_config(args)["vocab_size"]
-    options: dict[str, Any] = {"new_tokens": args.new_tokens, "repeats": args.repeats, "sampling": _sampling(args)}
-    result["batches"], result["ttft_ms"] = {}, {}
-    for batch in args.batches:
-        if examples:
-            widths = {c.name: _width(args, c, arguments) for c in columns if c.kind != "plain"}
-            row = heldout.measure(engines, columns, examples, batch, widths=widths, **options)
-        else:
-            prompts = steps.random_prompts(setup.SEED + batch, batch, args.prompt_tokens, vocab_size)
-            row = steps.measure(engines, prompts, **options)
-        result["batches"][batch] = row
-        if args.out:
-            setup.write(args.out, result)
-    for num_tokens in args.ttft:
-        row = steps.first_token(engines, num_tokens, repeats=args.repeats, vocab_size=vocab_size)
-        result["ttft_ms"][num_tokens] = row
-        if args.out:
-            setup.write(args.out, result)
+    @property
+    def _vocab_size(self) -> int:
+        return int(setup.model_config(self.args)["vocab_size"])
 
+    def _check(self, engines: dict[str, EngineProcess]) -> Check:
+        args, dtype = self.args, self.arguments.get("dtype", precision()["dtype"])
+        if self.examples:
+            answers = heldout.warm_up(engines, self.examples, max(args.batches), args.new_tokens)
+            return correctness.judge(answers, self.columns, dtype)
+        num_prompts = max(MIN_CHECKED, *args.batches)
+        prompts = steps.random_prompts(setup.SEED, num_prompts, args.prompt_tokens, self._vocab_size)
+        return correctness.check(
+            engines, self.columns, prompts, new_tokens=args.new_tokens, dtype=dtype, ignore_eos=True
+        )
 
-def _width(args: argparse.Namespace, column: Column, arguments: dict[str, Any]) -> int:
-    """Tokens that a speculative column's engine verifies a round, anchor included."""
-    asked = {**arguments, **column.engine}.get("speculative_num_draft_tokens")
-    return int(asked or checkpoint.read_config(args.drafter).block_size)
+    def _measure(self, engines: dict[str, EngineProcess]) -> None:
+        """Every batch size, then first tokens; the result is written after each, for a run that is cut short."""
+        args, result = self.args, self.result
+        options: dict[str, Any] = {"new_tokens": args.new_tokens, "repeats": args.repeats, "sampling": _sampling(args)}
+        result["batches"], result["ttft_ms"] = {}, {}
+        for batch in args.batches:
+            if self.examples:
+                widths = {c.name: self._width(c) for c in self.columns if c.kind != "plain"}
+                row = heldout.measure(engines, self.columns, self.examples, batch, widths=widths, **options)
+            else:
+                prompts = steps.random_prompts(setup.SEED + batch, batch, args.prompt_tokens, self._vocab_size)
+                row = steps.measure(engines, prompts, **options)
+            result["batches"][batch] = row
+            self._write()
+        for num_tokens in args.ttft:
+            row = steps.first_token(engines, num_tokens, repeats=args.repeats, vocab_size=self._vocab_size)
+            result["ttft_ms"][num_tokens] = row
+            self._write()
+
+    def _write(self) -> None:
+        if self.args.out:
+            setup.write(self.args.out, self.result)
+
+    def _width(self, column: Column) -> int:
+        """Tokens that a speculative column's engine verifies a round, anchor included."""
+        asked = {**self.arguments, **column.engine}.get("speculative_num_draft_tokens")
+        return int(asked or checkpoint.read_config(self.args.drafter).block_size)

@@ -1,4 +1,4 @@
-"""The least time of a round: every weight is read once, at the rate at which this machine copies memory.
+"""A measure for a round's time: every weight is read once, at the rate at which this machine copies memory.
 
 A round reads the target's layers and head, the drafter's layers, and the head once more for the drafts. Of an embedding
 that is not the head it reads single rows, which do not count.

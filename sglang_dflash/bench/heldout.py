@@ -30,7 +30,8 @@ def choose(prompts: str, num_prompts: int | None, target: str) -> list[dataset.E
     all of the demo's. Raises ValueError where the file is broken or holds too few.
     """
     if prompts == DEMO:
-        turns, default = _demo_examples(target), len(_demo_examples(target))
+        turns = _demo_examples(target)
+        default = len(turns)
     else:
         queues = list(engine_evaluation.heldout_by_family(Path(prompts)).values())
         turns = [queue[turn] for turn in range(max(map(len, queues))) for queue in queues if turn < len(queue)]

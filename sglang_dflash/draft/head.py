@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 _FP8 = torch.float8_e4m3fn
+_ROWS = 4096  # tokens of the head that are rounded at once: their float32 form is 64 MiB at a hidden size of 4096
 
 
 class Head(Protocol):
@@ -43,7 +44,9 @@ class FP8Head:
 
     def __init__(self, weight_VH: torch.Tensor) -> None:
         self.weight_VH = weight_VH
-        self._copy_VH, self._scale_V1 = _rounded(weight_VH)
+        self._copy_VH = torch.empty_like(weight_VH, dtype=_FP8)
+        self._scale_V1 = weight_VH.new_empty((weight_VH.shape[0], 1), dtype=torch.float32)
+        self.refresh()
 
     def __call__(self, hidden_NH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         rounded_NH, scale_N1 = _rounded(hidden_NH)
@@ -57,10 +60,12 @@ class FP8Head:
         )
 
     def refresh(self) -> None:
-        """Copy the weight anew, in place: captured graphs hold the copy's address."""
-        copy_VH, scale_V1 = _rounded(self.weight_VH)
-        self._copy_VH.copy_(copy_VH)
-        self._scale_V1.copy_(scale_V1)
+        """Copy the weight anew, in place: captured graphs hold the copy's address. By parts: it runs on a full card."""
+        parts = (tensor.split(_ROWS) for tensor in (self.weight_VH, self._copy_VH, self._scale_V1))
+        for weight, copy, scale in zip(*parts, strict=True):
+            rounded, part_scale = _rounded(weight)
+            copy.copy_(rounded)
+            scale.copy_(part_scale)
 
 
 def _rounded(x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

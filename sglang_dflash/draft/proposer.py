@@ -20,6 +20,8 @@ from sglang_dflash.records import Block, Draft, Round
 class Proposer(Protocol):
     """A drafter variant: made once by `make`, called every round."""
 
+    draws: bool  # it reads the round's temperatures
+
     def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
         """`head`: the target's language-model head, shared by the drafter."""
 
@@ -36,6 +38,8 @@ class ArgmaxProposer:
     Slot k of a block (k = 1 .. K-1) predicts the token at its own position; slot 0 holds the anchor, and what the
     drafter says there is not used (arXiv 2602.06036, section 3).
     """
+
+    draws = False
 
     def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
         from sglang_dflash_kernels import top1_workspace
@@ -72,6 +76,8 @@ class SampledProposer(ArgmaxProposer):
 
     Each slot is drawn on its own. Greedy requests, and all where draws have seeds, get the most probable tokens.
     """
+
+    draws = True
 
     def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
         super().__init__(ops, buffers, head)

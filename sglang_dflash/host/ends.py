@@ -15,9 +15,10 @@ def update_finish_state(original: Any, self: Any, new_accepted_len: int = 1) -> 
     if new_accepted_len <= 1 or self.to_finish or not (params.stop_strs or params.stop_regex_strs):
         original(self, new_accepted_len)
         return
-    running = not self.finished()
+    running, said = not self.finished(), self.output_ids[:]
     original(self, new_accepted_len)
-    if not running or not self.finished():
+    # A token that SGLang replaced was none: that ended the request.
+    if not running or not self.finished() or self.output_ids != said:
         return
     said, grammar = self.output_ids, self.grammar
     # A grammar has seen all tokens; SGLang cut them where it ended.

@@ -28,9 +28,12 @@ class LogitProcessors:
 
     def add(self, reqs: Sequence[Any], tokens_BW: torch.Tensor, commit_B: torch.Tensor | None) -> None:
         """Note the first `commit_B` tokens of every row; None: all of them."""
-        for i, req in enumerate(reqs):
-            if req.custom_logit_processor:
-                self._last[req] = (tokens_BW[i].clone(), None if commit_B is None else commit_B[i].clone())
+        asking = [i for i, req in enumerate(reqs) if req.custom_logit_processor]
+        if asking:
+            # The round's buffers are written again before the host may have read them.
+            tokens_BW, commit_B = tokens_BW.clone(), None if commit_B is None else commit_B.clone()
+        for i in asking:
+            self._last[reqs[i]] = (tokens_BW[i], None if commit_B is None else commit_B[i])
 
     def apply(self, batch: Any, tokens_BW: torch.Tensor, positions_BW: torch.Tensor, logits_BWV: torch.Tensor) -> None:
         """Change the logits after each token of the blocks, in place.
@@ -48,12 +51,12 @@ class LogitProcessors:
             reqs = [batch.reqs[row] for row in entry.rows]
             outputs = self._outputs(reqs, positions_BW[entry.indices, 0].tolist())
             blocks = tokens_BW[entry.indices].tolist()
+            params = [_seeing(info.custom_params[row], req) for row, req in zip(entry.rows, reqs, strict=True)]
             for slot in range(tokens_BW.shape[1]):
-                said = [output + block[1 : slot + 1] for output, block in zip(outputs, blocks, strict=True)]
-                params = [
-                    _seeing(info.custom_params[row], req, output)
-                    for row, req, output in zip(entry.rows, reqs, said, strict=True)
-                ]
+                for own, output, block in zip(params, outputs, blocks, strict=True):
+                    if isinstance(own, dict) and REQUEST_KEY in own:
+                        # An array, as SGLang has it: processors join it to the prompt.
+                        own[REQUEST_KEY].output_ids = array("q", output + block[1 : slot + 1])
                 logits_PV = entry.processor(logits_BWV[entry.indices, slot], params)
                 logits_BWV[entry.indices, slot] = logits_PV.to(logits_BWV.dtype)
 
@@ -72,10 +75,8 @@ class LogitProcessors:
         return outputs
 
 
-def _seeing(params: dict[str, Any] | None, req: Any, output: list[int]) -> dict[str, Any] | None:
-    """A request's parameters with the request as it stands after `output`."""
+def _seeing(params: Any, req: Any) -> Any:
+    """A request's parameters with a copy of the request in its place, whose output is this round's to change."""
     if not isinstance(params, dict) or REQUEST_KEY not in params:
         return params
-    after = copy.copy(req)
-    after.output_ids = array("q", output)  # as SGLang has it: processors join it to the prompt
-    return params | {REQUEST_KEY: after}
+    return params | {REQUEST_KEY: copy.copy(req)}

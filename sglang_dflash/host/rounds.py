@@ -16,8 +16,8 @@ from sglang_dflash.draft.block import BlockLayout
 from sglang_dflash.records import Accepted, Block, Round, Verified
 
 
-def read(batch: Any, block_size: int) -> Round:
-    """The round that the scheduler hands over."""
+def read(batch: Any, block_size: int, *, draws: bool) -> Round:
+    """The round that the scheduler hands over; its temperatures only for a proposer that draws."""
     draft_input = batch.spec_info
     assert isinstance(draft_input, DFlashDraftInputV2), f"a decode batch carries {type(draft_input).__name__}"
     if batch.seq_lens_cpu is not None:
@@ -33,7 +33,7 @@ def read(batch: Any, block_size: int) -> Round:
         seq_lens_bound_cpu_B=bound_cpu_B,
         seq_lens_bound_sum=bound_sum,
         rids=tuple(req.rid for req in batch.reqs),
-        temperature_B=_temperature(batch.sampling_info),
+        temperature_B=_temperature(batch.sampling_info) if draws else None,
     )
 
 

@@ -16,47 +16,22 @@ from sglang_dflash.bench.setup import SPARE_TOKENS
 from sglang_dflash.cpu import bootstrap
 from sglang_dflash.offline import Answer
 from sglang_dflash.train import dataset
+from tests.cpu.played import BLOCK_SIZE, TARGET, PlayedEngine
 
-TARGET = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-BLOCK_SIZE = 4
 # Milliseconds of a decode round; a first token costs 10 whatever the prompt.
 STEP_MS = {"plain": 2.0, "stock": 4.0, "ours": 3.0}
 
 
-class _Engine:
+class _Engine(PlayedEngine):
     """A round of DFLASH commits 2 tokens. `wrong` are columns whose answers end with another token."""
 
-    started: ClassVar[list[dict[str, Any]]] = []
     calls: ClassVar[dict[str, list[dict[str, Any]]]] = defaultdict(list)
     order: ClassVar[list[str]] = []
     wrong: ClassVar[set[str]] = set()
-    failure: ClassVar[Exception | None] = None
 
     def __init__(self, kind: str, log: Path, env: dict[str, str], **arguments: Any) -> None:
-        if _Engine.failure is not None:
-            raise _Engine.failure
+        super().__init__(kind=kind, name=log.stem, folder=log.parent.name, env=env, **arguments)
         self.kind, self.name = kind, log.stem
-        _Engine.started.append({"kind": kind, "name": log.stem, "folder": log.parent.name, "env": env, **arguments})
-
-    def __enter__(self) -> _Engine:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
 
     def generate(self, input_ids: list[list[int]], max_new_tokens: int, **sampling: Any) -> tuple[list[Answer], float]:
         _Engine.calls[self.name].append({"prompts": input_ids, "max_new_tokens": max_new_tokens, **sampling})
@@ -132,12 +107,12 @@ def test_engines_take_turns_on_the_same_prompts(command: list[str]) -> None:
     plain, stock, ours = (_Engine.calls[name] for name in ("plain", "stock", "ours"))
     assert plain == stock == ours
     lengths = [call["max_new_tokens"] for call in plain]
-    assert lengths == [144, 144] + [steps.FEW_TOKENS, 144] * 3, "check, warm-up, repeats"
+    assert lengths == [144, 144, steps.FEW_TOKENS] + [steps.FEW_TOKENS, 144] * 3, "check, warm-up, repeats"
     assert all(call["ignore_eos"] for call in plain)
-    # Check and warm-up, then each repeat starts with another engine; two calls in a row each.
-    assert _Engine.order[:6] == ["plain", "stock", "ours"] * 2
+    # The check, the warm-up with both lengths, then each repeat starts with another engine; two calls in a row each.
+    assert _Engine.order[:9] == ["plain", "stock", "ours", "plain", "plain", "stock", "stock", "ours", "ours"]
     assert _Engine.started[0]["max_total_tokens"] == 2 * 2 * (64 + 144 + SPARE_TOKENS)
-    assert _Engine.order[6::2] == ["plain", "stock", "ours", "stock", "ours", "plain", "ours", "plain", "stock"]
+    assert _Engine.order[9::2] == ["plain", "stock", "ours", "stock", "ours", "plain", "ours", "plain", "stock"]
 
 
 def test_a_column_for_every_variant(command: list[str], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from sglang_dflash import checkpoint, cli, drafter_config
 from sglang_dflash.bench import columns, floor, products
 from sglang_dflash.cpu import bootstrap
 from sglang_dflash.offline import Answer
-from tests.cpu.test_bench_compare import TARGET
+from tests.cpu.played import TARGET
 from tests.cpu.test_bench_trace import device_round, host_round, rounds, write
 
 STEP_MS = 1.5

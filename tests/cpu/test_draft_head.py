@@ -52,7 +52,10 @@ def test_a_row_of_zeros_stays_zero(weight_VH: torch.Tensor) -> None:
     assert not logits_NV.any()
 
 
-def test_the_copy_follows_an_update_in_place(weight_VH: torch.Tensor, hidden_NH: torch.Tensor) -> None:
+def test_the_copy_follows_an_update_in_place(
+    weight_VH: torch.Tensor, hidden_NH: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_ROWS", 24)  # three parts, the last one smaller
     made = head.make("fp8", weight_VH)
     addresses = [tensor.data_ptr() for tensor in vars(made).values()]
     weight_VH.copy_(weight_VH.flip(0))

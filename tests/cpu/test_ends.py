@@ -111,3 +111,11 @@ def test_a_request_that_was_ended_from_outside_stays_so() -> None:
     ends.update_finish_state(Req.update_finish_state, req, 3)
     assert isinstance(req.finished_reason, FINISH_LENGTH)
     assert req.finished_len is None
+
+
+def test_a_token_that_is_none_ends_the_request_as_sglang_has_it() -> None:
+    req = request("a", stop=["o"], stop_token_ids=ids("p"), ignore_eos=True)
+    req.output_ids.extend([1, len(LETTERS) + 7, 2])
+    ends.update_finish_state(Req.update_finish_state, req, 3)
+    assert req.finished_reason.to_json()["matched"] == "NaN happened"
+    assert req.finished_len == 3

@@ -441,3 +441,20 @@ def test_the_built_in_worker_that_is_profiled_is_itself_with_its_stages_marked(r
     assert outcome.created == [STOCK]
     assert outcome.lines("marked True")
     assert not outcome.lines(INACTIVE)
+
+
+def test_where_one_target_is_taken_none_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_dflash import hooks
+
+    registered: list[str] = []
+    monkeypatch.setattr(HookRegistry, "_patched", {"theirs"})
+    monkeypatch.setattr(HookRegistry, "register", lambda target, hook, kind: registered.append(target))
+    monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: HookRegistry._patched.update(registered))
+    monkeypatch.setattr(hooks, "_OURS", set())
+    [problem] = hooks._apply({"free": print, "theirs": print})
+    assert problem.startswith("another plugin has hooked theirs already; ")
+    assert not registered
+    assert hooks._apply({"free": print}) == []
+    assert registered == ["free"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ class Request(SimpleNamespace):
 
 
 def request(output: list[int], processor: str | None = "p") -> Request:
-    return Request(origin_input_ids=PROMPT, output_ids=output, custom_logit_processor=processor)
+    return Request(origin_input_ids=array("q", PROMPT), output_ids=array("q", output), custom_logit_processor=processor)
 
 
 class Recorder:
@@ -30,8 +31,13 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[list[Any]] = []
 
+    @staticmethod
+    def _output(req: Any) -> list[int]:
+        # As SGLang's own processors join the two.
+        return list((req.origin_input_ids + req.output_ids)[len(PROMPT) :])
+
     def __call__(self, logits_PV: torch.Tensor, params: list[Any]) -> torch.Tensor:
-        self.calls.append([p and (p["name"], list(p["__req__"].output_ids)) for p in params])
+        self.calls.append([p and (p["name"], self._output(p["__req__"])) for p in params])
         return logits_PV + torch.arange(1, len(params) + 1)[:, None]
 
 
@@ -59,7 +65,7 @@ def test_each_row_sees_the_output_up_to_its_token(read: bool) -> None:
     outputs = [[10, 11, 12], [20, 21], [30, 31, 32, 33]]
     if read:
         for req, output in zip(reqs, outputs):
-            req.output_ids = list(output)
+            req.output_ids = array("q", output)
     logits_BWV = torch.zeros(3, 3, VOCAB_SIZE)
     processors.apply(batch_of(reqs, [0, 1], recorder), blocks([12, 21, 33]), positions(outputs), logits_BWV)
     assert recorder.calls == [

@@ -39,7 +39,7 @@ def decode_batch(rounds: Any, **fields: Any) -> Any:
 
 def test_a_round_is_read_from_the_batch(rounds: Any) -> None:
     batch = decode_batch(rounds)
-    round_ = rounds.read(batch, K)
+    round_ = rounds.read(batch, K, draws=True)
     assert round_.seq_lens_B is batch.seq_lens
     assert round_.rows_B is batch.req_pool_indices
     assert round_.anchor_B.tolist() == [7, 8]
@@ -62,21 +62,22 @@ def test_the_temperature_of_draws(rounds: Any, greedy: bool, seed: int | None, e
         top_ks=torch.tensor([1, 1 << 30]),
         temperatures=torch.tensor([[1.0], [0.5]]),
     )
-    temperature_B = rounds.read(decode_batch(rounds, sampling_info=info), K).temperature_B
+    temperature_B = rounds.read(decode_batch(rounds, sampling_info=info), K, draws=True).temperature_B
     assert (temperature_B if temperature_B is None else temperature_B.tolist()) == expected
+    assert rounds.read(decode_batch(rounds, sampling_info=info), K, draws=False).temperature_B is None
 
 
 def test_without_lengths_on_the_host_the_reserved_slots_bound_them(rounds: Any) -> None:
     batch = decode_batch(rounds, seq_lens_cpu=None)
     batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum = torch.tensor([20, 24]), 44
-    round_ = rounds.read(batch, K)
+    round_ = rounds.read(batch, K, draws=True)
     assert round_.seq_lens_bound_cpu_B.tolist() == [20, 24]
     assert round_.seq_lens_bound_sum == 44
 
 
 def test_a_batch_of_another_algorithm_is_a_bug(rounds: Any) -> None:
     with pytest.raises(AssertionError, match="a decode batch carries NoneType"):
-        rounds.read(decode_batch(rounds, spec_info=None), K)
+        rounds.read(decode_batch(rounds, spec_info=None), K, draws=True)
 
 
 def test_opening_a_block_plans_its_slots(rounds: Any) -> None:
@@ -87,7 +88,7 @@ def test_opening_a_block_plans_its_slots(rounds: Any) -> None:
         return "the plan"
 
     layout = BlockLayout(kernels.select(CPU), Buffers(2, K, CPU), torch.arange(2 * 30).view(2, 30).to(torch.int32), 3)
-    round_ = rounds.read(decode_batch(rounds), K)
+    round_ = rounds.read(decode_batch(rounds), K, draws=True)
     block = rounds.open_block(round_, layout, SimpleNamespace(plan=plan))
     assert block.plan == "the plan"
     assert block.ids_BK.tolist() == [[7] + [3] * (K - 1), [8] + [3] * (K - 1)]
@@ -137,4 +138,4 @@ def test_the_result_of_an_idle_round(rounds: Any) -> None:
     assert result.speculative_num_draft_tokens == K
     for tensor in (result.next_token_ids, result.accept_lens, result.new_seq_lens):
         assert tensor.shape == (0,)
-    assert rounds.read(decode_batch(rounds, spec_info=result.next_draft_input, reqs=[]), K).rids == ()
+    assert rounds.read(decode_batch(rounds, spec_info=result.next_draft_input, reqs=[]), K, draws=True).rids == ()

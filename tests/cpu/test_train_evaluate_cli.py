@@ -11,44 +11,18 @@ from sglang_dflash import checkpoint, cli
 from sglang_dflash.cpu import bootstrap
 from sglang_dflash.offline import Answer
 from sglang_dflash.train import dataset, engine_evaluation, evaluate
+from tests.cpu.played import BLOCK_SIZE, TARGET, PlayedEngine
 
 pytest.importorskip("matplotlib")
 
-TARGET = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-BLOCK_SIZE = 4
 
-
-class _Engine:
+class _Engine(PlayedEngine):
     """Accepts as many drafts in its only round as the prompt's first id says; fails with `failure` where it is set."""
 
-    started: ClassVar[list[dict[str, Any]]] = []
     prompts: ClassVar[list[list[int]]] = []
-    failure: ClassVar[Exception | None] = None
 
     def __init__(self, kind: str, log: Path, **server_args: Any) -> None:
-        if _Engine.failure is not None:
-            raise _Engine.failure
-        _Engine.started.append({"kind": kind, "log": log, **server_args})
-
-    def __enter__(self) -> _Engine:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
+        super().__init__(kind=kind, log=log, **server_args)
 
     def generate(self, input_ids: list[list[int]], max_new_tokens: int) -> tuple[list[Answer], float]:
         _Engine.prompts.extend(input_ids)

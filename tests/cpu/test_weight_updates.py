@@ -18,6 +18,7 @@ from sglang_dflash.drafter_variants import MASK_EMBEDDING_FILE
 if bootstrap.wanted():
     bootstrap.install()
 
+from sglang_dflash import worker
 from sglang_dflash.host import draft_model, weights
 from sglang_dflash.host.target_model import TargetModel
 
@@ -131,19 +132,39 @@ def test_a_folder_or_the_checkpoint_engine_is_the_targets(drafter_weights: weigh
     assert drafter_weights.update_weights_from_ipc(None) == (True, kept)
 
 
+class Manager:
+    """SGLang's, with a worker that counts what it is told."""
+
+    def __init__(self) -> None:
+        self.draft_worker, self.told = self, 0
+
+    def weights_updated(self) -> None:
+        self.told += 1
+
+
 def test_a_drafters_folder_is_no_update_from_disk(drafter: Path) -> None:
     outcome = hooks._update_from_disk(None, None, SimpleNamespace(model_path=str(drafter)))
     assert not outcome.success
     assert f"expected a checkpoint of the target, got the DFlash drafter {drafter}" in outcome.message
     for path in (str(demo.prepare_target()), "some/hub-name"):
-        asked = SimpleNamespace(model_path=path)
-        assert hooks._update_from_disk(lambda manager, recv_req: (manager, recv_req), 7, asked) == (7, asked)
+        asked, manager = SimpleNamespace(model_path=path), Manager()
+        outcome = hooks._update_from_disk(lambda manager, recv_req: (manager, recv_req, manager.told), manager, asked)
+        assert outcome == (manager, asked, 0), "the worker is told afterwards"
+        assert manager.told == 1
 
 
 @pytest.mark.parametrize(("selector", "runners"), [("all", "target"), ("target", "target"), ("draft", "draft")])
 def test_tensors_for_no_model_in_particular_are_the_targets(selector: str, runners: str) -> None:
-    asked = SimpleNamespace(selector=selector)
-    assert hooks._update_one_model(lambda manager, recv_req: recv_req.selector, None, asked) == runners
+    asked, manager = SimpleNamespace(selector=selector), Manager()
+    assert hooks._update_one_model(lambda manager, recv_req: recv_req.selector, manager, asked) == runners
+    assert manager.told == 1
+
+
+def test_the_worker_copies_the_head_anew_after_an_update() -> None:
+    refreshed = []
+    holder = SimpleNamespace(head=SimpleNamespace(refresh=lambda: refreshed.append(1)))
+    worker.DFlashWorker.weights_updated(holder)  # type: ignore[arg-type]
+    assert refreshed == [1]
 
 
 def attention(bias: bool) -> SimpleNamespace:

@@ -58,6 +58,8 @@ def write(path: Path, entries: dict[str, dict[str, Any]]) -> None:
 class ScriptedProposer:
     """Drafts the right tokens but for the planted mistakes."""
 
+    draws = False
+
     def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
         self._buffers = buffers
         self._vocab_size = head.weight_VH.shape[0]

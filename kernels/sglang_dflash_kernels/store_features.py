@@ -23,6 +23,47 @@ SMALL_TILE, SMALL_WARPS = 256, 1
 FULL_GRID = 512
 
 
+@triton.jit
+def _store_keys(
+    source,
+    target,
+    row_mask,
+    norm_row,
+    angle_row,
+    eps,
+    CACHE_DTYPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Key norm, then rotation of the first 2 * HALF channels, then the store: a row a head of a token."""
+    REST: tl.constexpr = HEAD_DIM - 2 * HALF
+    half = tl.arange(0, BLOCK_HALF)[None, :]
+    half_mask = row_mask & (half < HALF)
+    first = tl.load(source + half, mask=half_mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + half, mask=half_mask, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    rest_column = tl.arange(0, BLOCK_REST)[None, :]
+    rest_mask = row_mask & (rest_column < REST)
+    rest = tl.zeros((BLOCK_ROWS, BLOCK_REST), dtype=tl.float32)
+    if REST > 0:
+        rest = tl.load(source + 2 * HALF + rest_column, mask=rest_mask, other=0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, axis=1)
+    scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+
+    first *= scale * tl.load(norm_row + half, mask=half < HALF, other=0.0).to(tl.float32)
+    second *= scale * tl.load(norm_row + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
+    cos = tl.load(angle_row + half, mask=half_mask, other=0.0).to(tl.float32)
+    sin = tl.load(angle_row + HALF + half, mask=half_mask, other=0.0).to(tl.float32)
+    tl.store(target + half, (first * cos - second * sin).to(CACHE_DTYPE), mask=half_mask)
+    tl.store(target + HALF + half, (second * cos + first * sin).to(CACHE_DTYPE), mask=half_mask)
+    if REST > 0:
+        rest *= scale * tl.load(norm_row + 2 * HALF + rest_column, mask=rest_column < REST, other=0.0).to(tl.float32)
+        tl.store(target + 2 * HALF + rest_column, rest.to(CACHE_DTYPE), mask=rest_mask)
+
+
 @triton.jit(do_not_specialize=["num_rows", "width"])
 def _store_features_kernel(
     kv_ptr,
@@ -54,7 +95,6 @@ def _store_features_kernel(
     BLOCK_DIM: tl.constexpr,
     HAS_COMMIT: tl.constexpr,
 ):
-    REST: tl.constexpr = HEAD_DIM - 2 * HALF
     layer = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token = row // KV_HEADS
@@ -75,31 +115,20 @@ def _store_features_kernel(
     value_target = tl.multiple_of(value_cache, ALIGNMENT) + offset
     row_mask = stored[:, None]
 
-    half = tl.arange(0, BLOCK_HALF)[None, :]
-    half_mask = row_mask & (half < HALF)
-    norm_row = k_norm_ptr + layer * k_norm_stride
-    first = tl.load(source + half, mask=half_mask, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + half, mask=half_mask, other=0.0).to(tl.float32)
-    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-    rest_column = tl.arange(0, BLOCK_REST)[None, :]
-    rest_mask = row_mask & (rest_column < REST)
-    rest = tl.zeros((BLOCK_ROWS, BLOCK_REST), dtype=tl.float32)
-    if REST > 0:
-        rest = tl.load(source + 2 * HALF + rest_column, mask=rest_mask, other=0.0).to(tl.float32)
-        squares += tl.sum(rest * rest, axis=1)
-    scale = tl.rsqrt(squares / HEAD_DIM + tl.load(eps_ptr + layer))[:, None]
-
-    first *= scale * tl.load(norm_row + half, mask=half < HALF, other=0.0).to(tl.float32)
-    second *= scale * tl.load(norm_row + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
-    angle_row = (cos_sin_ptr + position * cos_sin_stride)[:, None]
-    cos = tl.load(angle_row + half, mask=half_mask, other=0.0).to(tl.float32)
-    sin = tl.load(angle_row + HALF + half, mask=half_mask, other=0.0).to(tl.float32)
-    tl.store(key_target + half, (first * cos - second * sin).to(CACHE_DTYPE), mask=half_mask)
-    tl.store(key_target + HALF + half, (second * cos + first * sin).to(CACHE_DTYPE), mask=half_mask)
-    if REST > 0:
-        rest *= scale * tl.load(norm_row + 2 * HALF + rest_column, mask=rest_column < REST, other=0.0).to(tl.float32)
-        tl.store(key_target + 2 * HALF + rest_column, rest.to(CACHE_DTYPE), mask=rest_mask)
-
+    _store_keys(
+        source,
+        key_target,
+        row_mask,
+        k_norm_ptr + layer * k_norm_stride,
+        (cos_sin_ptr + position * cos_sin_stride)[:, None],
+        tl.load(eps_ptr + layer),
+        CACHE_DTYPE,
+        HEAD_DIM,
+        HALF,
+        BLOCK_ROWS,
+        BLOCK_HALF,
+        BLOCK_REST,
+    )
     dim = tl.arange(0, BLOCK_DIM)[None, :]
     dim_mask = row_mask & (dim < HEAD_DIM)
     value = tl.load(source + KV_HEADS * HEAD_DIM + dim, mask=dim_mask, other=0.0).to(tl.float32)

@@ -120,6 +120,19 @@ WORKER = (
     Contract("sglang.srt.managers.schedule_batch.Req.update_finish_state", ("self", "new_accepted_len"), exact=True),
     Contract("sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode"),
     Contract(
+        "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.forward_extend",
+        (
+            *("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope", "sinks"),
+            *("q_descale", "k_descale", "v_descale", "score_mod", "aux_tensors", "rel_bias", "rel_bias_event"),
+            "return_lse",
+        ),
+        exact=True,
+    ),
+    Contract("sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.get_paged_mha_kv_cache"),
+    Contract("sglang.srt.layers.radix_attention.AttentionType", ("DECODER", "DECODER_BIDIRECTIONAL", "ENCODER_ONLY")),
+    Contract("sglang.srt.layers.radix_attention.RadixAttention"),
+    Contract("sglang.srt.mem_cache.memory_pool.KVWriteLoc"),
+    Contract(
         "sglang.srt.speculative.base_spec_worker.BaseSpecWorker",
         (
             "alloc_memory_pool",
@@ -276,8 +289,6 @@ CPU = (
     Contract("sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS"),
     Contract("sglang.srt.layers.attention.attention_registry.register_attention_backend", ("name",)),
     Contract("sglang.srt.layers.attention.base_attn_backend.AttentionBackend", ("init_forward_metadata",)),
-    Contract("sglang.srt.layers.radix_attention.AttentionType", ("DECODER", "ENCODER_ONLY")),
-    Contract("sglang.srt.mem_cache.memory_pool.KVWriteLoc"),
     Contract("sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"),
     Contract(
         "sglang.srt.mem_cache.allocation.get_last_loc",

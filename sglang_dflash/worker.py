@@ -43,7 +43,7 @@ from sglang_dflash.accept.rejection import RejectionAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import head, proposer
 from sglang_dflash.draft.block import BlockLayout
-from sglang_dflash.host import arguments, rounds
+from sglang_dflash.host import arguments, attention, rounds
 from sglang_dflash.host.draft_model import DraftModel
 from sglang_dflash.host.target_model import TargetModel
 from sglang_dflash.inject.features import FeatureInjector
@@ -132,6 +132,11 @@ class DFlashWorker(BaseSpecWorker):
     def _max_requests(self) -> int:
         captured = get_exec().graph.cuda_graph_config.decode.bs or [0]
         return max(int(self.target.runner.max_running_requests), *captured)
+
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
+        for runner in (self.target.runner, self.drafter.runner):
+            attention.plan_once(runner)
 
     def init_cuda_graphs(self) -> None:
         self.drafter.init_graphs(self.proposer.score)

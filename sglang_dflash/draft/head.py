@@ -1,11 +1,12 @@
-"""The draft head: the target's language-model head, as it is or as a copy of 8 bits a weight.
+"""The draft head: the target's language-model head, as it is or as a copy of 8 bits a weight; all of it or some rows.
 
-Whatever the drafter says is verified, so the copy costs acceptance at most. It halves the bytes that a round reads for
-drafting's largest matrix.
+Whatever the drafter says is verified, so copy and subset cost acceptance at most. FP8 halves the bytes that a round reads
+for drafting's largest matrix; S rows of V leave S / V of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -17,52 +18,60 @@ _ROWS = 4096  # tokens of the head that are rounded at once: their float32 form 
 class Head(Protocol):
     """From hidden states to logits."""
 
-    weight_VH: torch.Tensor
+    weight_VH: torch.Tensor  # the target's, whole
+    tokens_S: torch.Tensor | None  # int64: the token of each logit; None where logit i is of token i
 
     def __call__(self, hidden_NH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits (N, V) in the head's dtype."""
+        """Logits (N, S) in the head's dtype; S is V without a subset."""
 
     def refresh(self) -> None:
         """Follow an update of the target's weights."""
 
 
 class DenseHead:
-    """The target's own weight."""
+    """The target's own weight, or a copy of the subset's rows."""
 
-    def __init__(self, weight_VH: torch.Tensor) -> None:
+    def __init__(self, weight_VH: torch.Tensor, tokens_S: torch.Tensor | None = None) -> None:
         self.weight_VH = weight_VH
+        self.tokens_S = tokens_S
+        self._rows_SH = weight_VH if tokens_S is None else weight_VH[tokens_S]
 
     def __call__(self, hidden_NH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.matmul(hidden_NH.to(self.weight_VH.dtype), self.weight_VH.T, out=out)
+        return torch.matmul(hidden_NH.to(self._rows_SH.dtype), self._rows_SH.T, out=out)
 
     def refresh(self) -> None:
-        """The weight is the target's own."""
+        """The target's weight needs nothing; a copy is written anew in place: captured graphs hold its address."""
+        if self.tokens_S is not None:
+            for rows, copy in zip(_parts(self.weight_VH, self.tokens_S), self._rows_SH.split(_ROWS), strict=True):
+                copy.copy_(rows)
 
 
 class FP8Head:
     """A copy in FP8 with a scale for each token; hidden states are rounded to FP8 row by row."""
 
-    def __init__(self, weight_VH: torch.Tensor) -> None:
+    def __init__(self, weight_VH: torch.Tensor, tokens_S: torch.Tensor | None = None) -> None:
         self.weight_VH = weight_VH
-        self._copy_VH = torch.empty_like(weight_VH, dtype=_FP8)
-        self._scale_V1 = weight_VH.new_empty((weight_VH.shape[0], 1), dtype=torch.float32)
+        self.tokens_S = tokens_S
+        num_rows = weight_VH.shape[0] if tokens_S is None else tokens_S.shape[0]
+        self._copy_SH = weight_VH.new_empty((num_rows, weight_VH.shape[1]), dtype=_FP8)
+        self._scale_S1 = weight_VH.new_empty((num_rows, 1), dtype=torch.float32)
         self.refresh()
 
     def __call__(self, hidden_NH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         rounded_NH, scale_N1 = _rounded(hidden_NH)
         return torch._scaled_mm(
             rounded_NH,
-            self._copy_VH.T,
+            self._copy_SH.T,
             scale_a=scale_N1,
-            scale_b=self._scale_V1.T,
+            scale_b=self._scale_S1.T,
             out_dtype=torch.bfloat16,
             out=out,
         )
 
     def refresh(self) -> None:
         """Copy the weight anew, in place: captured graphs hold the copy's address. By parts: it runs on a full card."""
-        parts = (tensor.split(_ROWS) for tensor in (self.weight_VH, self._copy_VH, self._scale_V1))
-        for weight, copy, scale in zip(*parts, strict=True):
+        copies, scales = self._copy_SH.split(_ROWS), self._scale_S1.split(_ROWS)
+        for weight, copy, scale in zip(_parts(self.weight_VH, self.tokens_S), copies, scales, strict=True):
             rounded, part_scale = _rounded(weight)
             copy.copy_(rounded)
             scale.copy_(part_scale)
@@ -74,19 +83,30 @@ def _rounded(x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x_NH / scale_N1).to(_FP8), scale_N1
 
 
-def make(precision: str, weight_VH: torch.Tensor) -> Head:
-    """The head of a config.
+def _parts(weight_VH: torch.Tensor, tokens_S: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """The head's rows in its own order, `_ROWS` at a time."""
+    if tokens_S is None:
+        yield from weight_VH.split(_ROWS)
+    else:
+        yield from (weight_VH[tokens] for tokens in tokens_S.split(_ROWS))
+
+
+def make(precision: str, weight_VH: torch.Tensor, tokens_S: torch.Tensor | None = None) -> Head:
+    """The head of a config, over all tokens or over `tokens_S`, int64 ids of any device.
 
     Raises:
         ValueError: the target's head is not what FP8 products take.
     """
+    if tokens_S is not None:
+        tokens_S = tokens_S.to(weight_VH.device)
     if precision == "dense":
-        return DenseHead(weight_VH)
+        return DenseHead(weight_VH, tokens_S)
     assert precision == "fp8", f"config accepted {precision}"
-    num_tokens, hidden_size = weight_VH.shape
+    num_tokens, hidden_size = weight_VH.shape[0] if tokens_S is None else tokens_S.shape[0], weight_VH.shape[1]
     if weight_VH.dtype != torch.bfloat16 or num_tokens % 16 or hidden_size % 16:
         raise ValueError(
             f"draft_head fp8: expected a bfloat16 head whose sides are multiples of 16, got {weight_VH.dtype} "
-            f"{list(weight_VH.shape)}; leave draft_head at dense."
+            f"[{num_tokens}, {hidden_size}]; leave draft_head at dense"
+            + ("." if tokens_S is None else ", or map a multiple of 16 tokens.")
         )
-    return FP8Head(weight_VH)
+    return FP8Head(weight_VH, tokens_S)

@@ -23,7 +23,12 @@ class Proposer(Protocol):
     draws: bool  # it reads the round's temperatures
 
     def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
-        """`head`: the target's language-model head, shared by the drafter."""
+        """`head`: the target's language-model head, shared by the drafter.
+
+        Logit i of `head` is of token i, or of token `head.tokens_S[i]` where that is not None: with
+        --speculative-token-map a proposer must hand out ids of tokens, and a `q` over the whole vocabulary, of
+        `head.weight_VH.shape[0]` tokens.
+        """
 
     def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:
         """Score every slot of N / K blocks. Capture-safe: static buffers only, no synchronisation."""
@@ -34,6 +39,8 @@ class Proposer(Protocol):
 
 class ArgmaxProposer:
     """The most probable token of every slot, with its probability. One pass: the slots do not see each other's tokens.
+
+    With a token map both are of the mapped tokens alone: the confidence is the probability among them.
 
     Slot k of a block (k = 1 .. K-1) predicts the token at its own position; slot 0 holds the anchor, and what the
     drafter says there is not used (arXiv 2602.06036, section 3).
@@ -47,21 +54,26 @@ class ArgmaxProposer:
         self._top1 = ops.top1
         self._buffers = buffers
         self._head = head
+        # Which of the map's tokens a slot drafts; without a map that is its id, written where it belongs at once.
+        self._index = None if head.tokens_S is None else torch.zeros_like(buffers.confidence, dtype=torch.int64)
         self._workspace = top1_workspace(buffers.max_requests * (buffers.block_size - 1), head.weight_VH.device)
 
     def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:
         block_size = self._buffers.block_size
         num_requests = hidden_NH.shape[0] // block_size
         hidden_NH = hidden_NH.view(num_requests, block_size, -1)[:, 1:].flatten(0, 1)
-        logits_NV = self._logits(hidden_NH)
+        logits_NS = self._logits(hidden_NH)
         drafted_BK = self._buffers.drafted_BK[:num_requests]
         drafted_BK[:, 0].copy_(ids_N.view(num_requests, block_size)[:, 0])
+        index = drafted_BK[:, 1:] if self._index is None else self._index[:num_requests]
         self._top1(
-            logits_NV,
-            tokens_N=drafted_BK[:, 1:],
+            logits_NS,
+            tokens_N=index,
             confidence_N=self._buffers.confidence[:num_requests],
             workspace=self._workspace,
         )
+        if self._head.tokens_S is not None:
+            torch.take(self._head.tokens_S, index, out=drafted_BK[:, 1:])
 
     def _logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         return self._head(hidden_NH)
@@ -82,10 +94,11 @@ class SampledProposer(ArgmaxProposer):
     def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
         super().__init__(ops, buffers, head)
         num_rows = buffers.max_requests * (buffers.block_size - 1)
-        self._logits_NV = head.weight_VH.new_empty((num_rows, head.weight_VH.shape[0]))
+        num_tokens = head.weight_VH.shape[0] if head.tokens_S is None else head.tokens_S.shape[0]
+        self._logits_NS = head.weight_VH.new_empty((num_rows, num_tokens))
 
     def _logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden_NH, out=self._logits_NV[: hidden_NH.shape[0]])
+        return self._head(hidden_NH, out=self._logits_NS[: hidden_NH.shape[0]])
 
     def propose(self, round_: Round, block: Block) -> Draft:
         draft, temperature_B = super().propose(round_, block), round_.temperature_B
@@ -95,8 +108,12 @@ class SampledProposer(ArgmaxProposer):
         num_rows = draft.confidence.numel()
         sampling_B1 = temperature_B[:, None] > 0
         scale_B11 = torch.where(sampling_B1, temperature_B[:, None], 1.0)[..., None]
-        q = torch.softmax(self._logits_NV[:num_rows].view(*draft.confidence.shape, -1) / scale_B11, dim=-1)
+        q = torch.softmax(self._logits_NS[:num_rows].view(*draft.confidence.shape, -1) / scale_B11, dim=-1)
         drawn = torch.multinomial(q.flatten(0, 1), 1).view(draft.confidence.shape)
+        if (tokens_S := self._head.tokens_S) is not None:
+            drawn = tokens_S[drawn]
+            # Over the whole vocabulary, as the target's distribution: a token that cannot be drafted has 0.
+            q = q.new_zeros((*q.shape[:-1], self._head.weight_VH.shape[0])).index_copy_(-1, tokens_S, q)
         draft.tokens_BK[:, 1:].copy_(torch.where(sampling_B1, drawn, draft.tokens_BK[:, 1:]))
         return dataclasses.replace(draft, q=q)
 

@@ -1,4 +1,4 @@
-"""The draft head: the target's own, or a copy in FP8 that is close to it and follows its updates."""
+"""The draft head: the target's own, or a copy in FP8 that is close to it and follows its updates; of all tokens or some."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from sglang_dflash.draft import head
 
 N, V, H = 5, 64, 48
+# Neither sorted nor a range, the first and the last token in it; as many as FP8 products take.
+TOKENS_S = torch.tensor([63, 5, 0, 17, 40, 41, 2, 9, 33, 8, 62, 1, 30, 29, 50, 11])
 
 
 @pytest.fixture
@@ -26,6 +28,7 @@ def hidden_NH() -> torch.Tensor:
 def test_the_dense_head_is_the_targets_weight(weight_VH: torch.Tensor, hidden_NH: torch.Tensor) -> None:
     made, out = head.make("dense", weight_VH), torch.empty(N, V, dtype=torch.bfloat16)
     assert made.weight_VH is weight_VH
+    assert made.tokens_S is None
     assert torch.equal(made(hidden_NH), hidden_NH @ weight_VH.T)
     assert made(hidden_NH.float(), out=out) is out
     assert torch.equal(out, hidden_NH @ weight_VH.T)
@@ -40,6 +43,7 @@ def worst_error(made: head.Head, weight_VH: torch.Tensor, hidden_NH: torch.Tenso
 
 def test_the_fp8_copy_is_close_for_tokens_of_every_size(weight_VH: torch.Tensor, hidden_NH: torch.Tensor) -> None:
     made = head.make("fp8", weight_VH)
+    assert made.tokens_S is None
     # FP8 E4M3 keeps 3 bits after the point: a factor of each product is off by at most 1/16.
     assert 0 < worst_error(made, weight_VH, hidden_NH) < 2 / 16
     out = torch.empty(N, V, dtype=torch.bfloat16)
@@ -57,12 +61,41 @@ def test_the_copy_follows_an_update_in_place(
 ) -> None:
     monkeypatch.setattr(head, "_ROWS", 24)  # three parts, the last one smaller
     made = head.make("fp8", weight_VH)
-    addresses = [tensor.data_ptr() for tensor in vars(made).values()]
+    addresses = addresses_of(made)
     weight_VH.copy_(weight_VH.flip(0))
     assert worst_error(made, weight_VH, hidden_NH) > 0.5
     made.refresh()
     assert worst_error(made, weight_VH, hidden_NH) < 2 / 16
-    assert [tensor.data_ptr() for tensor in vars(made).values()] == addresses, "captured graphs hold them"
+    assert addresses_of(made) == addresses, "captured graphs hold them"
+
+
+def addresses_of(made: head.Head) -> list[int]:
+    return [value.data_ptr() for value in vars(made).values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("dense", 1e-2), ("fp8", 2 / 16)])
+def test_a_subsets_logits_are_its_tokens_in_its_order_and_follow_an_update_in_place(
+    weight_VH: torch.Tensor, hidden_NH: torch.Tensor, precision: str, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_ROWS", 6)  # three parts, the last one smaller
+    made = head.make(precision, weight_VH, TOKENS_S)
+    assert made.tokens_S is not None
+    assert torch.equal(made.tokens_S, TOKENS_S)
+    assert made.weight_VH is weight_VH, "whole: proposers read the vocabulary's size"
+    assert made(hidden_NH).shape == (N, len(TOKENS_S))
+    assert worst_error(made, weight_VH[TOKENS_S], hidden_NH) < bound
+    out, addresses = torch.empty(N, len(TOKENS_S), dtype=torch.bfloat16), addresses_of(made)
+    assert torch.equal(made(hidden_NH, out=out), made(hidden_NH))
+    weight_VH.copy_(weight_VH.flip(0))
+    assert worst_error(made, weight_VH[TOKENS_S], hidden_NH) > 0.5
+    made.refresh()
+    assert worst_error(made, weight_VH[TOKENS_S], hidden_NH) < bound
+    assert addresses_of(made) == addresses, "captured graphs hold them"
+
+
+def test_a_subset_that_fp8_products_do_not_take_is_refused(weight_VH: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"multiples of 16, got torch\.bfloat16 \[15, 48\]; .* map a multiple of 16"):
+        head.make("fp8", weight_VH, TOKENS_S[1:])
 
 
 @pytest.mark.parametrize(

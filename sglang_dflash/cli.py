@@ -53,11 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "check": ("check that this package's worker would run here", check),
         "demo": ("compare DFlash with plain decoding on a small model", demo),
         "train": ("train a drafter for a target", train),
+        "token-map": ("choose the tokens that the drafter scores", token_map),
         "bench": ("compare speeds, and profile one decode round", bench),
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: sglang-dflash COMMAND ...\n")
-        print("\n".join(f"  {name:<7} {purpose}" for name, (purpose, _) in commands.items()))
+        print("\n".join(f"  {name:<9} {purpose}" for name, (purpose, _) in commands.items()))
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"sglang-dflash {__version__}")
@@ -95,6 +96,13 @@ def train(argv: list[str]) -> int:
     from sglang_dflash.train import cli
 
     return cli.main(argv)
+
+
+def token_map(argv: list[str]) -> int:
+    """Write the tokens that a target's answers hold most often."""
+    from sglang_dflash import token_map
+
+    return token_map.main(argv)
 
 
 def bench(argv: list[str]) -> int:

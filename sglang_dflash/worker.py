@@ -68,6 +68,7 @@ class DFlashWorker(BaseSpecWorker):
         self.policy = FixedWidth(self.block_size)
         self.alarm = AcceptanceAlarm()
         self._mask_token_id = arguments.mask_token_id(server_args)
+        self._drafted_tokens_S = arguments.drafted_tokens(server_args)
         if (mask_embedding_H := arguments.mask_embedding(server_args)) is not None:
             self.target.set_mask_embedding(self._mask_token_id, mask_embedding_H)
 
@@ -113,19 +114,20 @@ class DFlashWorker(BaseSpecWorker):
         ops = kernels.select(self.device)
         buffers = Buffers(self._max_requests(), self.block_size, self.device)
         self.layout = BlockLayout(ops, buffers, self.req_to_token_pool.req_to_token, self._mask_token_id)
-        self.head = head.make(settings.draft_head, self.target.head())
+        self.head = head.make(settings.draft_head, self.target.head(), self._drafted_tokens_S)
         self.proposer = proposer.make(settings.proposer, ops, buffers, self.head)
         self.acceptor = _make_acceptor(ops, buffers)
         self.injector = FeatureInjector(ops, self.drafter.layers())
         logger.info(
-            "sglang-dflash %s: DFlashWorker serves DFLASH (block %d, %d layers, mask token %d, proposer %s, %s head, "
-            "%s ops).",
+            "sglang-dflash %s: DFlashWorker serves DFLASH (block %d, %d layers, mask token %d, proposer %s, %s head of "
+            "%s tokens, %s ops).",
             __version__,
             self.block_size,
             len(self.drafter.model.layers),
             self._mask_token_id,
             settings.proposer,
             settings.draft_head,
+            "all" if self._drafted_tokens_S is None else len(self._drafted_tokens_S),
             ops.name,
         )
 

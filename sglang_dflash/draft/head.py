@@ -1,7 +1,7 @@
 """The draft head: the target's language-model head, as it is or as a copy of 8 bits a weight; all of it or some rows.
 
-Whatever the drafter says is verified, so copy and subset cost acceptance at most. FP8 halves the bytes that a round reads
-for drafting's largest matrix; S rows of V leave S / V of them.
+Whatever the drafter says is verified, so copy and subset cost acceptance at most. FP8 halves the bytes that a round
+reads for drafting's largest matrix; S rows of V leave S / V of them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_dflash import checkpoint, cpu, drafter_config, drafter_fit, paths
+from sglang_dflash import checkpoint, cpu, drafter_config, drafter_fit, paths, token_map
 from sglang_dflash.drafter_variants import MASK_EMBEDDING_FILE, SERVED
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ def resolve(server_args: Any) -> None:
                 "block in one step. Leave the flag out."
             )
     _refuse_unused(cfg)
+    drafted_tokens(server_args)
     _declare(
         server_args,
         speculative_num_steps=1,
@@ -186,7 +187,6 @@ def _refuse_unused(cfg: Any) -> None:
     given = [
         flag
         for flag, present in (
-            ("--speculative-token-map", cfg.speculative_token_map is not None),
             ("--speculative-accept-threshold-single", cfg.speculative_accept_threshold_single != 1.0),
             ("--speculative-accept-threshold-acc", cfg.speculative_accept_threshold_acc != 1.0),
         )
@@ -211,6 +211,18 @@ def mask_embedding(server_args: Any) -> torch.Tensor | None:
     """The drafter's own embedding (H) of the mask token, None where it uses the target's."""
     path = drafter_dir(_view(server_args))
     return checkpoint.load_mask_embedding(path, drafter(server_args), mask_token_id(server_args))
+
+
+def drafted_tokens(server_args: Any) -> torch.Tensor | None:
+    """The ids (S), int64, that --speculative-token-map lets the drafter draft; None for all.
+
+    Raises:
+        ValueError: a file that is no map of the target's tokens.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    path = _view(server_args).speculative_token_map
+    return None if path is None else token_map.load(path, int(model_config_of(server_args).hf_text_config.vocab_size))
 
 
 def _requested_block_size(cfg: Any) -> int | None:

@@ -179,7 +179,7 @@ def test_a_block_up_to_the_trained_one_is_served(resolve: Resolve, width: int, n
             {"speculative_num_draft_tokens": 4, "speculative_dflash_block_size": 5},
             "--speculative-num-draft-tokens 4 and --speculative-dflash-block-size 5 name the same thing: expected one",
         ),
-        ({"speculative_token_map": "t.pt"}, "--speculative-token-map: expected only flags that DFlash reads"),
+        ({"speculative_token_map": "t.pt"}, "--speculative-token-map: expected a file, got t.pt, which is none"),
         ({"speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single: expected only"),
         ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold-acc: expected only"),
         ({"speculative_num_steps": 3}, "--speculative-num-steps: expected 1 or nothing, got 3; .* Leave the flag out"),
@@ -193,6 +193,19 @@ def test_a_block_up_to_the_trained_one_is_served(resolve: Resolve, width: int, n
 def test_contradictory_flags_are_refused(resolve: Resolve, options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         resolve(**options)
+
+
+def test_a_token_map_is_of_the_targets_vocabulary(resolve: Resolve, raw: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "map.pt"
+    torch.save([49151, 3], path)
+    assert resolve(speculative_token_map=str(path)).speculative_token_map == str(path)
+    tokens_S = arguments.drafted_tokens(raw(speculative_token_map=str(path)))
+    assert tokens_S is not None
+    assert tokens_S.tolist() == [49151, 3]
+    assert arguments.drafted_tokens(raw()) is None
+    torch.save([49152], path)
+    with pytest.raises(ValueError, match="expected ids below the target's vocabulary of 49152, got 49152"):
+        resolve(speculative_token_map=str(path))
 
 
 # -- the drafter ------------------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ def test_kinds_variants_and_settings(machine: Any) -> None:
         Column("wide", "ours", {"proposer": "a:B"}, {"speculative_num_draft_tokens": 8}),
         Column("none", "ours"),
     ]
+    [*_, mapped] = columns.of("ours", None, ['map={"engine": {"speculative_token_map": "map.pt"}}'])
+    assert mapped == Column("map", "ours", {}, {"speculative_token_map": "map.pt"})
 
 
 @pytest.mark.parametrize(

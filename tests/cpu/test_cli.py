@@ -158,7 +158,7 @@ def test_exit_codes_of_the_command_line(argv: list[str], code: int, capsys: pyte
     assert cli.main(argv) == code
     captured = capsys.readouterr()
     if argv == ["sevre"]:
-        assert "expected one of serve, check, demo, train, bench, got 'sevre'" in captured.err
+        assert "expected one of serve, check, demo, train, token-map, bench, got 'sevre'" in captured.err
     if argv == ["--help"]:
         assert all(command in captured.out for command in ("serve", "check", "demo"))
 

@@ -114,6 +114,14 @@ def test_three_tokens_have_the_exact_distribution(temperature: float, filters: s
         assert verdict.same, (rule.__name__, verdict)
 
 
+def test_drafts_of_a_token_map_lose_nothing() -> None:
+    """Drawn among half of the tokens: the others come from the residual."""
+    logits_NV = sampled_rounds._LOGITS_NV.clone()
+    logits_NV[:, ::2] = -torch.inf
+    verdict = judge(sample(by_rejection, _drawn(logits_NV), [Options()], NUM_REQUESTS), Options())
+    assert verdict.same, verdict
+
+
 def test_rows_of_different_options_in_one_batch() -> None:
     options = [Options(temperature=1.0, top_k=1), *(Options(temperature=1.2, **FILTERS[name]) for name in FILTERS)]
     for rule, drafter in ((by_match, DRAFTERS["good"]), (by_rejection, DRAWING["poor"])):

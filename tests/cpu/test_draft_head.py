@@ -1,4 +1,4 @@
-"""The draft head: the target's own, or a copy in FP8 that is close to it and follows its updates; of all tokens or some."""
+"""The draft head: the target's own, or a copy in FP8 that is close to it and follows its updates; all rows or some."""
 
 from __future__ import annotations
 

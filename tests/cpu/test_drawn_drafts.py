@@ -27,9 +27,11 @@ def a_round(num_requests: int, temperature: list[float] | None = None) -> Round:
     return Round(ones * 3, ones, ones, ones, num_requests, ("r",) * num_requests, temperature_B)
 
 
-def scored(num_requests: int, logits_JV: torch.Tensor) -> proposer.SampledProposer:
+def scored(
+    num_requests: int, logits_JV: torch.Tensor, tokens_S: torch.Tensor | None = None
+) -> proposer.SampledProposer:
     """A proposer that has scored this many times the same block; the anchors are 6."""
-    made = proposer.make("sampled", OPS, Buffers(num_requests + 2, K, CPU), DenseHead(torch.eye(V)))
+    made = proposer.make("sampled", OPS, Buffers(num_requests + 2, K, CPU), DenseHead(torch.eye(V), tokens_S))
     hidden_KV = torch.cat((torch.full((1, V), 99.0), logits_JV))
     ids_BK = torch.full((num_requests, K), 6)
     made.score(hidden_KV.repeat(num_requests, 1), ids_BK.view(-1))
@@ -49,6 +51,27 @@ def test_sampling_requests_draw_and_greedy_ones_take_the_most_probable() -> None
     torch.testing.assert_close(draft.q[0].double(), q_JV, atol=1e-6, rtol=1e-5)
     drawn = torch.nn.functional.one_hot(draft.tokens_BK[::2, 1:], V).double().mean(0)
     # Six standard deviations of a frequency.
+    bound = 6 * (q_JV * (1 - q_JV) / (MANY // 2)).sqrt() + 1e-9
+    assert ((drawn - q_JV).abs() < bound).all()
+
+
+def test_with_a_token_map_draws_are_its_tokens_and_q_is_over_the_whole_vocabulary() -> None:
+    torch.manual_seed(0)
+    tokens_S = torch.tensor([5, 0, 3])
+    logits_JV = torch.randn(K - 1, V) * 2
+    logits_JV[:, 1] = 9.0  # the likeliest by far, and not in the map
+    made = scored(MANY, logits_JV, tokens_S)
+    draft = made.propose(a_round(MANY, [0.5, 0.0] * (MANY // 2)), None)  # type: ignore[arg-type]
+    assert (draft.tokens_BK[:, 0] == 6).all()
+    assert (draft.tokens_BK[1::2, 1:] == tokens_S[logits_JV[:, tokens_S].argmax(-1)]).all()
+    q_JV = torch.zeros(K - 1, V, dtype=torch.float64)
+    q_JV[:, tokens_S] = torch.softmax(logits_JV[:, tokens_S].double() / 0.5, -1)
+    assert draft.q is not None
+    assert draft.q.shape == (MANY, K - 1, V)
+    torch.testing.assert_close(draft.q[0].double(), q_JV, atol=1e-6, rtol=1e-5)
+    outside = [token for token in range(V) if token not in tokens_S.tolist()]
+    assert not draft.q[..., outside].any()
+    drawn = torch.nn.functional.one_hot(draft.tokens_BK[::2, 1:], V).double().mean(0)
     bound = 6 * (q_JV * (1 - q_JV) / (MANY // 2)).sqrt() + 1e-9
     assert ((drawn - q_JV).abs() < bound).all()
 

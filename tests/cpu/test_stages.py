@@ -133,6 +133,31 @@ def test_slot_k_drafts_token_k(buffers: Buffers, size: int, head_dtype: torch.dt
     assert (buffers.confidence[size:] == POISON).all()
 
 
+@pytest.mark.parametrize("size", [1, 2, MAX_REQUESTS])
+def test_with_a_token_map_slots_draft_its_tokens_and_the_anchor_stays(buffers: Buffers, size: int) -> None:
+    """Confidence is the probability among the map's tokens: a likelier token outside of it takes nothing away."""
+    tokens_S = torch.tensor([7, 0, 10, 4])
+    generator = torch.Generator().manual_seed(size)
+    said_BK = tokens_S[torch.randint(len(tokens_S), (size, K), generator=generator)]
+    # Token 5 is the likeliest everywhere, and not in the map.
+    hidden_NH = torch.nn.functional.one_hot(said_BK, HIDDEN).float() * 3
+    hidden_NH[..., 5] = 9
+    ids_BK = torch.full((size, K), VOCAB - 1)
+    ids_BK[:, 0] = 2  # an anchor that is a valid index of the map
+    made = proposer.make("argmax", OPS, buffers, DenseHead(torch.eye(VOCAB, HIDDEN), tokens_S))
+    addresses = {name: value.data_ptr() for name, value in vars(made).items() if isinstance(value, torch.Tensor)}
+    made.score(hidden_NH.view(-1, HIDDEN), ids_BK.view(-1))
+    draft = made.propose(a_round([4] * size, [2] * size), no_block())
+    assert draft.tokens_BK.tolist() == [[2, *said_BK[i, 1:].tolist()] for i in range(size)]
+    assert draft.tokens_BK.data_ptr() == buffers.drafted_BK.data_ptr()
+    assert draft.confidence is not None
+    expected = torch.full((size, K - 1), math.exp(3) / (math.exp(3) + len(tokens_S) - 1))
+    torch.testing.assert_close(draft.confidence, expected)
+    assert (buffers.drafted_BK[size:] == POISON).all()
+    now = {name: value.data_ptr() for name, value in vars(made).items() if isinstance(value, torch.Tensor)}
+    assert now == addresses, "captured graphs hold them"
+
+
 def no_block() -> Block:
     empty = torch.empty(0, dtype=torch.int64)
     return Block(empty, empty, empty, None)

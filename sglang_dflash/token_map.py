@@ -1,8 +1,8 @@
 """`sglang-dflash token-map`: the tokens that a target says most, for a drafter that scores no others.
 
-The file is what SGLang's --speculative-token-map names for its own drafters: token ids, saved by torch. Ours are sorted
-by how often the target said them. Verification keeps the answers; a token outside the map is never drafted, so the map's
-coverage of held-out answers bounds what is drafted right.
+The file is what SGLang's --speculative-token-map names for its own drafters: token ids, saved by torch. Ours are
+sorted by how often the target said them. Verification keeps the answers; a token outside the map is never drafted, so
+the map's coverage of held-out answers bounds what is drafted right.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_what_is_no_map_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_file_that_torch_did_not_save_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "map.pt"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="expected token ids saved by torch, got .*; make it anew"):
+    with pytest.raises(ValueError, match=r"expected token ids saved by torch, got .*; make it anew"):
         token_map.load(path, VOCAB_SIZE)
 
 

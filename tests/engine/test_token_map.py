@@ -49,7 +49,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> demo.Models:
 
 @pytest.fixture(scope="module")
 def run(tiny_models: demo.Models, updated: demo.Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Answers and records of a server with a map, before and after an update of its target; plain decoding's of both."""
+    """Answers and records of a server with a map before and after an update of its target; plain decoding's of both."""
     scratch = tmp_path_factory.mktemp("map")
     args: dict[str, Any] = {"max_total_tokens": 4096}
     plain = {}

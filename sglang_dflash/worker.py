@@ -70,6 +70,9 @@ class DFlashWorker(BaseSpecWorker):
         self._mask_token_id = arguments.mask_token_id(server_args)
         if (mask_embedding_H := arguments.mask_embedding(server_args)) is not None:
             self.target.set_mask_embedding(self._mask_token_id, mask_embedding_H)
+        self._settings = config.load()
+        # Before SGLang sizes the KV pool by the memory that is left: a head may be a copy.
+        self.head = head.make(self._settings.draft_head, self.target.head())
 
     # -- what SGLang reads of a speculative worker ---------------------------------------------------------------
 
@@ -109,12 +112,10 @@ class DFlashWorker(BaseSpecWorker):
         self._build_stages()
 
     def _build_stages(self) -> None:
-        settings = config.load()
         ops = kernels.select(self.device)
         buffers = Buffers(self._max_requests(), self.block_size, self.device)
         self.layout = BlockLayout(ops, buffers, self.req_to_token_pool.req_to_token, self._mask_token_id)
-        self.head = head.make(settings.draft_head, self.target.head())
-        self.proposer = proposer.make(settings.proposer, ops, buffers, self.head)
+        self.proposer = proposer.make(self._settings.proposer, ops, buffers, self.head)
         self.acceptor = _make_acceptor(ops, buffers)
         self.injector = FeatureInjector(ops, self.drafter.layers())
         logger.info(
@@ -124,8 +125,8 @@ class DFlashWorker(BaseSpecWorker):
             self.block_size,
             len(self.drafter.model.layers),
             self._mask_token_id,
-            settings.proposer,
-            settings.draft_head,
+            self._settings.proposer,
+            self._settings.draft_head,
             ops.name,
         )
 

@@ -72,7 +72,7 @@ class DFlashWorker(BaseSpecWorker):
             self.target.set_mask_embedding(self._mask_token_id, mask_embedding_H)
         self._settings = config.load()
         # Before SGLang sizes the KV pool by the memory that is left: a head may be a copy.
-        self.head = head.make(self._settings.draft_head, self.target.head())
+        self.head = head.make(self._settings.draft_head, self.target.head(), kernels.select(self.device))
 
     # -- what SGLang reads of a speculative worker ---------------------------------------------------------------
 

@@ -282,7 +282,8 @@ def _default_max_running_requests(server_args: Any) -> int:
     from sglang.srt.utils.common import get_device_memory_capacity
 
     cfg = _view(server_args)
-    block_bytes = int(cfg.speculative_num_draft_tokens) * int(model_config_of(server_args).hf_text_config.vocab_size) * 6
+    vocab_size = int(model_config_of(server_args).hf_text_config.vocab_size)
+    block_bytes = int(cfg.speculative_num_draft_tokens) * vocab_size * (2 + 4)
     memory_mib = get_device_memory_capacity(cfg.device)
     if memory_mib is None or cfg.device == "cpu":
         return LEAST_MAX_RUNNING_REQUESTS

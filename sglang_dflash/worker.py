@@ -7,13 +7,13 @@ A decode round (`DFlashWorker._decode`) reads top to bottom, each stage taking t
     open      block = [anchor, mask, mask, ...] and its slots     -> Block
     draft     one pass of the drafter over the whole block        -> Draft
     verify    one causal pass of the target over the block,
+              its features injected into the drafter's cache,
               and its own token after each of the block's         -> Verified
     accept    the longest run the target agrees with, and bonus   -> Accepted
-    inject    the target's features into the drafter's cache
     result    back to the scheduler
 
 The drafter reads the prefix through keys and values made from the target's hidden states, not from tokens: every
-committed token's features are injected, in prefill for the prompt and after each round for what was accepted. Target
+committed token's features are injected, in prefill for the prompt and at the end of each verifying pass. Target
 and drafter share one request-to-token table and one allocator: a cached prefix of one is a cached prefix of the other.
 """
 
@@ -138,6 +138,7 @@ class DFlashWorker(BaseSpecWorker):
         super().init_attention_backends()
         for runner in (self.target.runner, self.drafter.runner):
             attention.plan_once(runner)
+        self.target.init_graphs(self.injector.inject)
 
     def init_cuda_graphs(self) -> None:
         self.drafter.init_graphs(self.proposer.score)
@@ -168,9 +169,7 @@ class DFlashWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
         # Before the scheduler can share the prompt's slots through the radix cache.
-        self.injector.inject(
-            features_ND, rounds.prompt_positions(batch, self.device), batch.out_cache_loc, commit_B=None
-        )
+        self.injector.inject(features_ND, rounds.prompt_positions(batch, self.device), batch.out_cache_loc)
         result.next_draft_input = rounds.next_input(result.next_token_ids, batch.seq_lens)
         return result
 
@@ -186,12 +185,6 @@ class DFlashWorker(BaseSpecWorker):
         accepted = self.acceptor.accept(round_, draft, verified)
         publish(accepted.new_lens_B)
         self.target.commit(batch, accepted)
-        self.injector.inject(
-            verified.features_ND,
-            block.positions_BK[:, :width].reshape(-1),
-            block.slots_BK[:, :width].reshape(-1),
-            accepted.commit_B,
-        )
         return rounds.result(batch, accepted, verified)
 
     def _idle(self, publish: Callable[[torch.Tensor], None]) -> Any:

@@ -169,7 +169,7 @@ def test_injection_in_the_targets_graph_is_told_by_its_kernels(tmp_path: Path) -
     """From the projection of the features on, their norm and their keys and values included."""
     events = rounds(host_round) + rounds(device_round)
     for i in range(NUM_ROUNDS):
-        device = i * ROUND_US + 600
+        device = i * ROUND_US + 700
         names = ("nvjet_head", "nvjet_fc", "splitKreduce_kernel", "kernel_cutlass_kernel_rmsnorm", "nvjet_kv")
         for number, name in enumerate((*names, "_store_features_kernel")):
             start = device + 10 * number

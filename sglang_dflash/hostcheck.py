@@ -68,6 +68,7 @@ REGISTRATION = (
     Contract("sglang.srt.arg_groups.overrides.resolving_view", ("server_args",)),
     Contract("sglang.srt.arg_groups.model_override_base.model_config_of", ("server_args",)),
     Contract("sglang.srt.runtime_context.attn_dp_enabled_of", ("cfg",)),
+    Contract("sglang.srt.utils.common.get_device_memory_capacity", ("device",)),
 )
 
 # The scheduler's side: checked where the worker is made, and by `sglang-dflash check`.

@@ -70,7 +70,6 @@ class Verified:
     choices_BW: torch.Tensor | None
     # float32: then the distribution of that token, as plain decoding would draw it there.
     p_BWV: torch.Tensor | None
-    features_ND: torch.Tensor  # tapped hidden states of the same tokens
     width: int  # W
     host_result: Any  # SGLang's own result of the forward, read by `host` alone
 

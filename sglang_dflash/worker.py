@@ -7,13 +7,13 @@ A decode round (`DFlashWorker._decode`) reads top to bottom, each stage taking t
     open      block = [anchor, mask, mask, ...] and its slots     -> Block
     draft     one pass of the drafter over the whole block        -> Draft
     verify    one causal pass of the target over the block,
+              its features injected into the drafter's cache,
               and its own token after each of the block's         -> Verified
     accept    the longest run the target agrees with, and bonus   -> Accepted
-    inject    the target's features into the drafter's cache
     result    back to the scheduler
 
 The drafter reads the prefix through keys and values made from the target's hidden states, not from tokens: every
-committed token's features are injected, in prefill for the prompt and after each round for what was accepted. Target
+committed token's features are injected, in prefill for the prompt and at the end of each verifying pass. Target
 and drafter share one request-to-token table and one allocator: a cached prefix of one is a cached prefix of the other.
 """
 
@@ -68,9 +68,16 @@ class DFlashWorker(BaseSpecWorker):
         self.policy = FixedWidth(self.block_size)
         self.alarm = AcceptanceAlarm()
         self._mask_token_id = arguments.mask_token_id(server_args)
-        self._drafted_tokens_S = arguments.drafted_tokens(server_args)
         if (mask_embedding_H := arguments.mask_embedding(server_args)) is not None:
             self.target.set_mask_embedding(self._mask_token_id, mask_embedding_H)
+        self._settings = config.load()
+        # Before SGLang sizes the KV pool by the memory that is left: a head may be a copy.
+        self.head = head.make(
+            self._settings.draft_head,
+            self.target.head(),
+            kernels.select(self.device),
+            arguments.drafted_tokens(server_args),
+        )
 
     # -- what SGLang reads of a speculative worker ---------------------------------------------------------------
 
@@ -110,12 +117,10 @@ class DFlashWorker(BaseSpecWorker):
         self._build_stages()
 
     def _build_stages(self) -> None:
-        settings = config.load()
         ops = kernels.select(self.device)
         buffers = Buffers(self._max_requests(), self.block_size, self.device)
         self.layout = BlockLayout(ops, buffers, self.req_to_token_pool.req_to_token, self._mask_token_id)
-        self.head = head.make(settings.draft_head, self.target.head(), self._drafted_tokens_S)
-        self.proposer = proposer.make(settings.proposer, ops, buffers, self.head)
+        self.proposer = proposer.make(self._settings.proposer, ops, buffers, self.head)
         self.acceptor = _make_acceptor(ops, buffers)
         self.injector = FeatureInjector(ops, self.drafter.layers())
         logger.info(
@@ -125,9 +130,9 @@ class DFlashWorker(BaseSpecWorker):
             self.block_size,
             len(self.drafter.model.layers),
             self._mask_token_id,
-            settings.proposer,
-            settings.draft_head,
-            "all" if self._drafted_tokens_S is None else len(self._drafted_tokens_S),
+            self._settings.proposer,
+            self._settings.draft_head,
+            "all" if self.head.tokens_S is None else len(self.head.tokens_S),
             ops.name,
         )
 
@@ -139,6 +144,7 @@ class DFlashWorker(BaseSpecWorker):
         super().init_attention_backends()
         for runner in (self.target.runner, self.drafter.runner):
             attention.plan_once(runner)
+        self.target.init_graphs(self.injector.inject)
 
     def init_cuda_graphs(self) -> None:
         self.drafter.init_graphs(self.proposer.score)
@@ -169,9 +175,7 @@ class DFlashWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
         # Before the scheduler can share the prompt's slots through the radix cache.
-        self.injector.inject(
-            features_ND, rounds.prompt_positions(batch, self.device), batch.out_cache_loc, commit_B=None
-        )
+        self.injector.inject(features_ND, rounds.prompt_positions(batch, self.device), batch.out_cache_loc)
         result.next_draft_input = rounds.next_input(result.next_token_ids, batch.seq_lens)
         return result
 
@@ -187,12 +191,6 @@ class DFlashWorker(BaseSpecWorker):
         accepted = self.acceptor.accept(round_, draft, verified)
         publish(accepted.new_lens_B)
         self.target.commit(batch, accepted)
-        self.injector.inject(
-            verified.features_ND,
-            block.positions_BK[:, :width].reshape(-1),
-            block.slots_BK[:, :width].reshape(-1),
-            accepted.commit_B,
-        )
         return rounds.result(batch, accepted, verified)
 
     def _idle(self, publish: Callable[[torch.Tensor], None]) -> Any:

@@ -10,6 +10,12 @@ from sglang_dflash_kernels.top1_workspace import MAX_SPLITS, MAX_VOCAB, Top1Work
 # Tokens of the widest block: lanes of one program of `prepare_block` and `accept_greedy`.
 MAX_WIDTH = 64
 
+# Of `fp8_logits`: rows it takes, columns that share a scale, FP8's largest number, the least magnitude behind a scale.
+FP8_MAX_ROWS = 16
+FP8_PART = 256
+FP8_MAX = 448.0
+FP8_LEAST = 1e-12
+
 INDEX = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
@@ -97,4 +103,17 @@ def top1(logits_NV, *, tokens_N, confidence_N, workspace: Top1Workspace | None) 
         rows, splits = workspace.maximum_NS.shape
         assert splits == MAX_SPLITS, f"workspace: expected {MAX_SPLITS} splits a row, got {splits}"
         assert rows >= num_rows, f"workspace: expected room for {num_rows} rows, got {rows}"
+    return num_rows, vocab
+
+
+def fp8_logits(hidden_NH, weight_VH, scale_V, *, logits_NV) -> tuple[int, int]:
+    """Returns (N, V)."""
+    num_rows, hidden_size = hidden_NH.shape
+    vocab = weight_VH.shape[0]
+    assert 1 <= num_rows <= FP8_MAX_ROWS, f"hidden_NH: expected 1 to {FP8_MAX_ROWS} rows, got {num_rows}"
+    expect("hidden_NH", hidden_NH, (num_rows, hidden_size), FLOAT)
+    expect("weight_VH", weight_VH, (vocab, hidden_size), (torch.float8_e4m3fn,))
+    assert weight_VH.is_contiguous(), "weight_VH: expected contiguous rows"
+    expect("scale_V", scale_V, (vocab,), FLOAT32)
+    expect("logits_NV", logits_NV, (num_rows, vocab), (torch.bfloat16,))
     return num_rows, vocab

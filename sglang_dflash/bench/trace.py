@@ -1,9 +1,10 @@
 """A decode round by stage, from the file that PyTorch's profiler wrote (Chrome's trace format, times in microseconds).
 
 On a GPU a kernel belongs to the stage that launched it: the profiler gives a kernel and its launch one correlation, and
-the launch stands inside a range of `ranges` on the host. All kernels of a CUDA graph share the graph's launch; so the
-draft head, which ends the drafter's graph, is told apart by name: it starts at the last matrix product before the
-argmax. Where kernels overlap, the one that started first has the time. A gap is charged to the kernel that ends it.
+the launch stands inside a range of `ranges` on the host. All kernels of a CUDA graph share the graph's launch; so what
+ends a graph is told apart by name: the draft head starts at the last matrix product before the argmax in the drafter's
+graph, injection at the second last before features are stored in the target's. Where kernels overlap, the one that
+started first has the time. A gap is charged to the kernel that ends it.
 
 On a CPU there are no kernels, and a stage's time is that of its ranges.
 """
@@ -31,7 +32,9 @@ SKIPPED_ROUNDS = 2  # at the start, where the profiler itself is still warming u
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ARGMAX = re.compile(r"argmax|_split_kernel|_combine_kernel|top1", re.IGNORECASE)
-_PRODUCT = re.compile(r"gemm|gemv|cutlass|nvjet|xmma|cublas|splitk", re.IGNORECASE)
+# Norms in CUTLASS's own language have its name too.
+_PRODUCT = re.compile(r"^(?!.*norm).*(gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|fp8_logits)", re.IGNORECASE)
+_STORE = re.compile(r"store_features")
 _SPLIT_SUM = re.compile(r"splitkreduce", re.IGNORECASE)  # the second kernel of a product split over its inner dimension
 
 
@@ -193,7 +196,10 @@ def _device_times(
         return ["no kernel was launched inside a round: nothing of the device is known"]
     names = [_stage_of(kernel, rounds, outer, heads) for kernel in chosen]
     notes = []
-    if not _split_heads(chosen, names) and ranges.HEAD not in names:
+    head = _split_tail(chosen, names, ranges.DRAFT, ranges.HEAD, _ARGMAX, 1)
+    # The projection of the features, then keys and values of all layers.
+    _split_tail(chosen, names, ranges.VERIFY, ranges.INJECT, _STORE, 2)
+    if not head and ranges.HEAD not in names:
         notes.append("the draft head could not be told from the drafter's layers by its kernels: draft holds both")
     if num := names.count(UNATTRIBUTED):
         notes.append(f"{num} of {len(names)} kernels have no launch in the trace")
@@ -223,24 +229,36 @@ def _stage_of(kernel: Kernel, rounds: _Spans, outer: _Spans, heads: _Spans) -> s
     return GLUE if rounds.at(*at) else SCHEDULER
 
 
-def _split_heads(kernels: Sequence[Kernel], names: list[str]) -> bool:
-    """Rename the kernels of every drafter graph from its head on; whether there was one to rename."""
+def _split_tail(
+    kernels: Sequence[Kernel], names: list[str], graph: str, stage: str, last: re.Pattern[str], num_products: int
+) -> bool:
+    """Give the end of every graph of one stage to another stage; whether there was one to give.
+
+    Args:
+        names: of the kernels' stages, changed here.
+        graph: stage whose graphs are split.
+        stage: what their ends are.
+        last: a kernel of the end; the last one counts, since attention over split keys has such names too.
+        num_products: the end begins at this many matrix products before it.
+    """
     launches: dict[int, list[int]] = {}
     for number, (kernel, name) in enumerate(zip(kernels, names, strict=True)):
-        if name == ranges.DRAFT and kernel.correlation is not None:
+        if name == graph and kernel.correlation is not None:
             launches.setdefault(kernel.correlation, []).append(number)
     found = False
     for numbers in launches.values():
-        # The last one: kernels of attention over split keys have such names too.
-        matches = [i for i, n in enumerate(numbers) if _ARGMAX.search(kernels[n].name)]
+        matches = [i for i, n in enumerate(numbers) if last.search(kernels[n].name)]
         if not matches:
             continue
-        argmax = matches[-1]
-        products = [i for i in range(argmax) if _PRODUCT.search(kernels[numbers[i]].name)]
-        if len(products) > 1 and _SPLIT_SUM.search(kernels[numbers[products[-1]]].name):
-            products.pop()
-        first = products[-1] if products else argmax
+        first, missing = matches[-1], num_products
+        for i in reversed(range(first)):
+            name = kernels[numbers[i]].name
+            if _PRODUCT.search(name):
+                # A product over split columns has a second kernel, which adds them up.
+                first, missing = i, missing - (not _SPLIT_SUM.search(name))
+            if not missing:
+                break
         for number in numbers[first:]:
-            names[number] = ranges.HEAD
+            names[number] = stage
         found = True
     return found

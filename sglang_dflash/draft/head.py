@@ -7,9 +7,11 @@ reads for drafting's largest matrix; S rows of V leave S / V of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+from sglang_dflash_kernels.contracts import FP8_MAX_ROWS
 
 _FP8 = torch.float8_e4m3fn
 _ROWS = 4096  # tokens of the head that are rounded at once: their float32 form is 64 MiB at a hidden size of 4096
@@ -47,17 +49,26 @@ class DenseHead:
 
 
 class FP8Head:
-    """A copy in FP8 with a scale for each token; hidden states are rounded to FP8 row by row."""
+    """A copy in FP8 with a scale for each token; hidden states are rounded to FP8.
 
-    def __init__(self, weight_VH: torch.Tensor, tokens_S: torch.Tensor | None = None) -> None:
+    A few rows are bound by the memory's rate, which a kernel of ours reads the copy at; for more, cuBLAS is faster.
+    """
+
+    def __init__(self, weight_VH: torch.Tensor, ops: Any, tokens_S: torch.Tensor | None = None) -> None:
         self.weight_VH = weight_VH
         self.tokens_S = tokens_S
+        self._fp8_logits = ops.fp8_logits
         num_rows = weight_VH.shape[0] if tokens_S is None else tokens_S.shape[0]
         self._copy_SH = weight_VH.new_empty((num_rows, weight_VH.shape[1]), dtype=_FP8)
         self._scale_S1 = weight_VH.new_empty((num_rows, 1), dtype=torch.float32)
         self.refresh()
 
     def __call__(self, hidden_NH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if hidden_NH.shape[0] <= FP8_MAX_ROWS:
+            if out is None:
+                out = hidden_NH.new_empty((hidden_NH.shape[0], self._copy_SH.shape[0]), dtype=torch.bfloat16)
+            self._fp8_logits(hidden_NH, self._copy_SH, self._scale_S1[:, 0], logits_NV=out)
+            return out
         rounded_NH, scale_N1 = _rounded(hidden_NH)
         return torch._scaled_mm(
             rounded_NH,
@@ -91,7 +102,7 @@ def _parts(weight_VH: torch.Tensor, tokens_S: torch.Tensor | None) -> Iterator[t
         yield from (weight_VH[tokens] for tokens in tokens_S.split(_ROWS))
 
 
-def make(precision: str, weight_VH: torch.Tensor, tokens_S: torch.Tensor | None = None) -> Head:
+def make(precision: str, weight_VH: torch.Tensor, ops: Any, tokens_S: torch.Tensor | None = None) -> Head:
     """The head of a config, over all tokens or over `tokens_S`, int64 ids of any device.
 
     Raises:
@@ -109,4 +120,4 @@ def make(precision: str, weight_VH: torch.Tensor, tokens_S: torch.Tensor | None 
             f"[{num_tokens}, {hidden_size}]; leave draft_head at dense"
             + ("." if tokens_S is None else ", or map a multiple of 16 tokens.")
         )
-    return FP8Head(weight_VH, tokens_S)
+    return FP8Head(weight_VH, ops, tokens_S)

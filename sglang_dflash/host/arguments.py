@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SOURCE = "sglang_dflash"
-# SGLang's own default for speculative decoding: the target's graphs hold float32 logits of every verified token.
-DEFAULT_MAX_RUNNING_REQUESTS = 48
+# Without --max-running-requests: never fewer than SGLang's own limit for speculative decoding, never more than the most
+# requests that SGLang captures graphs of plain decoding for on cards of 60 to 90 GB.
+LEAST_MAX_RUNNING_REQUESTS = 48
+MOST_MAX_RUNNING_REQUESTS = 256
+LOGITS_SHARE = 0.05
 
 
 def _view(server_args: Any) -> Any:
@@ -272,13 +275,32 @@ def _token_ids(server_args: Any) -> dict[str, int]:
 def _resolve_scheduling(server_args: Any) -> None:
     cfg = _view(server_args)
     if cfg.max_running_requests is None:
-        _declare(server_args, max_running_requests=DEFAULT_MAX_RUNNING_REQUESTS)
-        logger.warning(
-            "At most %d requests run at once; set --max-running-requests to change it.", DEFAULT_MAX_RUNNING_REQUESTS
-        )
+        limit = _default_max_running_requests(server_args)
+        _declare(server_args, max_running_requests=limit)
+        logger.warning("At most %d requests run at once; set --max-running-requests to change it.", limit)
     if cfg.min_free_slots_delay is None:
         # SGLang would hold new requests back until several slots are free, for DFLASH alone.
         _declare(server_args, min_free_slots_delay=0)
+
+
+def _default_max_running_requests(server_args: Any) -> int:
+    """As many requests as plain decoding captures graphs for, where the logits of their blocks fit on the device.
+
+    A verified block's logits are its largest tensor, once in the head's dtype and once in float32: 150 MB for each 16
+    tokens of 10 requests at a vocabulary of 150,000. They get a twentieth of the device's memory, which SGLang reserves
+    outside the KV pool.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    cfg = _view(server_args)
+    vocab_size = int(model_config_of(server_args).hf_text_config.vocab_size)
+    block_bytes = int(cfg.speculative_num_draft_tokens) * vocab_size * (2 + 4)
+    memory_mib = get_device_memory_capacity(cfg.device)
+    if memory_mib is None or cfg.device == "cpu":
+        return LEAST_MAX_RUNNING_REQUESTS
+    fitting = int(memory_mib * 2**20 * LOGITS_SHARE / block_bytes) // 8 * 8
+    return min(max(fitting, LEAST_MAX_RUNNING_REQUESTS), MOST_MAX_RUNNING_REQUESTS)
 
 
 def _resolve_attention(server_args: Any) -> None:

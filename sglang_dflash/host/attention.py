@@ -1,9 +1,9 @@
 """A block's attention on FlashAttention 3, planned once a pass.
 
-SGLang plans single-token decoding ahead of its layers; in a pass over blocks each layer plans anew (a kernel of its own,
-FlashAttention's `prepare_varlen_num_blocks`) and copies its queries before. Here the first layer plans for all, inside
-the captured graph, and queries are read where they stand. The attention kernel and its splits are the same, and so are
-the results. It serves target and drafter alike.
+SGLang plans single-token decoding ahead of its layers; in a pass over blocks each layer plans anew (a kernel of its
+own, FlashAttention's `prepare_varlen_num_blocks`) and copies its queries before. Here the first layer plans for all,
+inside the captured graph, and queries are read where they stand. The attention kernel and its splits are the same, and
+so are the results. It serves target and drafter alike.
 """
 
 from __future__ import annotations

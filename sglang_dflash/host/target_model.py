@@ -6,13 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dflash.host import grammar, sampling
 from sglang_dflash.host.penalties import Penalties
 from sglang_dflash.host.processors import LogitProcessors
 from sglang_dflash.records import Accepted, Block, Draft, Round, Verified
+
+# Of N tokens: their features (N, D), positions (N) and cache slots (N).
+Inject = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class TargetModel:
@@ -27,6 +32,21 @@ class TargetModel:
         self._embedding = self.runner.model.get_input_embeddings()
         self._embedding_scale = 1.0 if scale is None else float(scale())
         self._mask: tuple[int, torch.Tensor] | None = None
+        self._inject: Inject | None = None
+
+    def init_graphs(self, inject: Inject) -> None:
+        """Let every pass over blocks end in `inject`, inside the graphs that SGLang captures next.
+
+        It takes all of a block's tokens: which of them are accepted is not known yet, and need not be. A rejected
+        token's slot lies past the committed length, where the next round's block is written before anything reads it.
+        """
+        self._inject = inject
+        if get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED:
+            self.runner.capture_tail_hooks.append(
+                lambda runner, out, forward_batch, num_tokens: inject(
+                    out.hidden_states, forward_batch.positions, forward_batch.out_cache_loc
+                )
+            )
 
     def head(self) -> torch.Tensor:
         """The language-model head (V, H) without padded rows, which the drafter shares.
@@ -77,12 +97,16 @@ class TargetModel:
     ) -> Verified:
         """One causal pass over the first `width` tokens of every block, and the target's own token after each.
 
-        Overwrites fields of `batch`; SGLang restores all of them after the worker returns.
+        Ends in the injection of these tokens' features. Overwrites fields of `batch`; SGLang restores all of them
+        after the worker returns.
         """
         tokens_BW, positions_BW = draft.tokens_BK[:, :width], block.positions_BK[:, :width]
         tree = grammar.start_copy(batch, tokens_BW)
         result = self._forward(batch, round_, block, tokens_BW)
         features_ND = _take_features(result.logits_output)
+        assert self._inject is not None, "init_graphs must run before the first round"
+        if not result.can_run_cuda_graph:
+            self._inject(features_ND, positions_BW.reshape(-1), block.slots_BK[:, :width].reshape(-1))
         logits_NV = result.logits_output.next_token_logits
         logits_BWV = logits_NV.view(*positions_BW.shape, -1)
         # The order is that of SGLang's plain decoding.
@@ -98,7 +122,7 @@ class TargetModel:
             choices_BW = sampling.choose(
                 self.runner, batch.sampling_info, logits_NV, positions_BW, keep_logits=batch.return_logprob
             )
-        return Verified(choices_BW, p_BWV, features_ND, width, result)
+        return Verified(choices_BW, p_BWV, width, result)
 
     def commit(self, batch: Any, accepted: Accepted) -> None:
         """Note what a round committed, for options that depend on the output."""

@@ -53,16 +53,13 @@ class FeatureInjector:
         features_ND: torch.Tensor,
         positions_N: torch.Tensor,
         slots_N: torch.Tensor,
-        commit_B: torch.Tensor | None,
     ) -> None:
-        """Store the features of N tokens.
+        """Store the features of N tokens. Capture-safe.
 
         Args:
             features_ND: tapped hidden states.
             positions_N: int64, absolute positions.
             slots_N: int64, cache slots.
-            commit_B: int32; token n is stored only if it is among the first commit_B[n // W] of its request, W = N / B.
-                None stores every token.
         """
         layers = self._layers
         context_NH = layers.fuse(features_ND)
@@ -77,7 +74,7 @@ class FeatureInjector:
             kv_LNE.transpose(0, 1),
             positions_N,
             slots_N,
-            commit_B,
+            None,
             k_norm_LD=layers.k_norm_LD,
             eps_L=layers.eps_L,
             cos_sin_PR=layers.cos_sin_PR(),

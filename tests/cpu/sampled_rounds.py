@@ -107,7 +107,7 @@ def by_match(situation: Situation) -> Accepted:
     """The product's own stages, for drafts that are no draws."""
     logits_NV, info = _biased(situation)
     choices_BW = sampling.choose(_runner(), info, logits_NV, situation.positions_BW, keep_logits=False)
-    verified = Verified(choices_BW, None, torch.empty(0), K, None)
+    verified = Verified(choices_BW, None, K, None)
     acceptor = MatchAcceptor(kernels.select(CPU), situation.buffers)
     return acceptor.accept(situation.round_, situation.draft, verified)
 
@@ -119,7 +119,7 @@ def by_rejection(situation: Situation) -> Accepted:
     p_BWV = sampling.distribution(_runner(), info, logits_NV, situation.positions_BW)
     draft = dataclasses.replace(situation.draft, q=situation.q_BKV)
     acceptor = RejectionAcceptor(MatchAcceptor(kernels.select(CPU), situation.buffers))
-    return acceptor.accept(situation.round_, draft, Verified(None, p_BWV, torch.empty(0), K, None))
+    return acceptor.accept(situation.round_, draft, Verified(None, p_BWV, K, None))
 
 
 def _biased(situation: Situation) -> tuple[torch.Tensor, SamplingBatchInfo]:

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,26 @@ def test_defaults(resolve: Resolve, caplog: pytest.LogCaptureFixture) -> None:
     assert [r.message for r in caplog.records] == [
         "At most 48 requests run at once; set --max-running-requests to change it."
     ]
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "limit"),
+    [
+        (80_000, 256),  # 888 would fit
+        (20_000, 216),  # 222 do, of which whole eights are taken
+        (3_000, 48),  # 33 would
+        (None, 48),
+    ],
+)
+def test_as_many_requests_run_as_fit(memory_mib: int | None, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.utils.common.get_device_memory_capacity", lambda device: memory_mib)
+    monkeypatch.setattr(
+        "sglang.srt.arg_groups.model_override_base.model_config_of",
+        lambda args: SimpleNamespace(hf_text_config=SimpleNamespace(vocab_size=49_152)),
+    )
+    args = SimpleNamespace(device="cuda", speculative_num_draft_tokens=16)
+    monkeypatch.setattr(arguments, "_view", lambda server_args: server_args)
+    assert arguments._default_max_running_requests(args) == limit
 
 
 def test_the_users_values_stay(resolve: Resolve, caplog: pytest.LogCaptureFixture) -> None:

@@ -165,6 +165,21 @@ def test_a_split_product_is_of_the_head_with_its_sum(tmp_path: Path) -> None:
     assert result.stages["draft"].num_kernels == 1
 
 
+def test_injection_in_the_targets_graph_is_told_by_its_kernels(tmp_path: Path) -> None:
+    """From the projection of the features on, their norm and their keys and values included."""
+    events = rounds(host_round) + rounds(device_round)
+    for i in range(NUM_ROUNDS):
+        device = i * ROUND_US + 700
+        names = ("nvjet_head", "nvjet_fc", "splitKreduce_kernel", "kernel_cutlass_kernel_rmsnorm", "nvjet_kv")
+        for number, name in enumerate((*names, "_store_features_kernel")):
+            start = device + 10 * number
+            events.append(kernel(name, 100 * i + 3, start, start + 10))
+    stages = trace.read(write(tmp_path, events)).stages
+    assert stages["verify"].num_kernels == 2
+    assert stages["inject"].num_kernels == 1 + 5
+    assert stages["inject"].busy_ms == pytest.approx(0.04 + 0.05)
+
+
 def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
     events = rounds(host_round) + rounds(device_round, "another head's kernel")
     lost = [e for e in events if e.get("cat") == "cuda_runtime" and e["args"]["correlation"] % 100 == 5]

@@ -87,7 +87,7 @@ def accepted_of(drafts: list[int], p_WV: torch.Tensor, q_JV: torch.Tensor, width
     """Many requests with the same block of anchor 6."""
     tokens_BK = torch.tensor([6, *drafts]).repeat(MANY, 1)
     draft = Draft(tokens_BK, q=q_JV.repeat(MANY, 1, 1))
-    verified = Verified(None, p_WV[:width].repeat(MANY, 1, 1), torch.empty(0), width, None)
+    verified = Verified(None, p_WV[:width].repeat(MANY, 1, 1), width, None)
     acceptor = RejectionAcceptor(MatchAcceptor(OPS, Buffers(MANY, K, CPU)))
     return acceptor.accept(a_round(MANY), draft, verified)
 

@@ -122,7 +122,7 @@ def test_the_result_of_a_round(rounds: Any) -> None:
         logits_output="logits", can_run_cuda_graph=True, routed_experts_output="experts", indexer_topk_output="topk"
     )
     batch = SimpleNamespace(return_logprob=False)
-    result = rounds.result(batch, accepted, Verified(torch.empty(0), None, torch.empty(0), width, forward))
+    result = rounds.result(batch, accepted, Verified(torch.empty(0), None, width, forward))
     # As SGLang's scheduler reads it: rows of the result's own width, of which the first accept_lens count.
     rows = result.next_token_ids.view(-1, result.speculative_num_draft_tokens).tolist()
     assert [row[:n] for row, n in zip(rows, result.accept_lens.tolist(), strict=True)] == [[11, 12], [21, 22, 23, 24]]

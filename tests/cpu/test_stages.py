@@ -200,7 +200,7 @@ def test_the_fixed_policy_verifies_its_width_at_every_batch_size() -> None:
 
 
 def verified(target_BW: torch.Tensor) -> Verified:
-    return Verified(target_BW, None, torch.empty(0), target_BW.shape[1], None)
+    return Verified(target_BW, None, target_BW.shape[1], None)
 
 
 def one_by_one(draft: list[int], target: list[int]) -> list[int]:
@@ -326,23 +326,13 @@ def key_and_value(layers: DraftLayers, layer: int, head: int, feature_D: torch.T
 
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, 2])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("commit", [None, [0, 3, 1], [3, 3, 3], [1, 2, 0]])
-def test_features_become_keys_and_values(commit: list[int] | None, bias: bool, rotary_dim: int) -> None:
+def test_features_become_keys_and_values(bias: bool, rotary_dim: int) -> None:
     layers = draft_layers(bias=bias, rotary_dim=rotary_dim)
-    size, width = 3, 3
-    features_ND = torch.randn(size * width, FEATURES, generator=torch.Generator().manual_seed(2))
+    features_ND = torch.randn(9, FEATURES, generator=torch.Generator().manual_seed(2))
     positions = [4, 5, 6, 0, 1, 2, 19, 20, 21]
     slots = [31, 2, 17, 9, 8, 7, 30, 1, 12]
-    FeatureInjector(OPS, layers).inject(
-        features_ND,
-        torch.tensor(positions),
-        torch.tensor(slots),
-        None if commit is None else torch.tensor(commit, dtype=torch.int32),
-    )
-    stored = {}
-    for n, (position, slot) in enumerate(zip(positions, slots, strict=True)):
-        if commit is None or n % width < commit[n // width]:
-            stored[slot] = (features_ND[n], position)
+    FeatureInjector(OPS, layers).inject(features_ND, torch.tensor(positions), torch.tensor(slots))
+    stored = {slot: (features_ND[n], positions[n]) for n, slot in enumerate(slots)}
     for layer in range(LAYERS):
         keys, values = layers.caches.key_caches[layer], layers.caches.value_caches[layer]
         for slot in range(NUM_SLOTS):
@@ -358,7 +348,7 @@ def test_features_become_keys_and_values(commit: list[int] | None, bias: bool, r
 def test_no_features_leave_the_caches_alone() -> None:
     layers = draft_layers(bias=True, rotary_dim=HEAD_DIM)
     none = torch.empty(0, dtype=torch.int64)
-    FeatureInjector(OPS, layers).inject(torch.empty(0, FEATURES), none, none, None)
+    FeatureInjector(OPS, layers).inject(torch.empty(0, FEATURES), none, none)
     assert all(cache.isnan().all() for cache in layers.caches.key_caches)
 
 

@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
-import torch
 
 from sglang_dflash import demo
 from tests.engine import scripted, tiny
@@ -228,10 +228,17 @@ def num_retracted(log: Path) -> int:
 
 
 def used_gpu_bytes() -> int:
+    """GPU memory of the processes that this one started, the servers' schedulers among them."""
     if not HAS_CUDA:
         return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    import pynvml
+
+    pynvml.nvmlInit()
+    ours = {process.pid for process in psutil.Process().children(recursive=True)}
+    running = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    used = [process.usedGpuMemory for process in running if process.pid in ours]
+    assert used, f"no process on the GPU is a server of ours: {running}"
+    return sum(used)
 
 
 def wait_until_idle(url: str) -> None:

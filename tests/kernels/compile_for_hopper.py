@@ -60,6 +60,12 @@ def main() -> None:
     for kv_heads, head_dim, rotary_dim in ((8, 128, 128), (3, 64, 64), (2, 80, 32)):
         for num_tokens, commit_B in ((6, vector.int()), (4096, None)):
             compile_store_features(ops, num_tokens, commit_B, kv_heads, head_dim, rotary_dim)
+    ops.fp8_logits(
+        torch.zeros(15, 4096, dtype=torch.bfloat16),
+        torch.zeros(4096, 4096, dtype=torch.float8_e4m3fn),
+        torch.ones(4096),
+        logits_NV=torch.zeros(15, 4096, dtype=torch.bfloat16),
+    )
     print(json.dumps(STORES))
 
 

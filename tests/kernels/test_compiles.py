@@ -30,6 +30,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
         "_store_features_kernel",
         "_split_kernel",
         "_combine_kernel",
+        "_fp8_logits_kernel",
     }
     # 16 bytes at a time: without the alignment hint on the caches' addresses each element would be stored alone.
     assert [set(kinds) for kinds in stores["_store_features_kernel"]] == [{"st.global.v4.b32"}] * 6
@@ -40,7 +41,7 @@ def test_select_follows_the_device(device, name):
     ops = select(torch.device(device))
     assert ops.name == name
     package = "sglang_dflash_kernels" + (".reference" if name == "reference" else "")
-    for op in ("prepare_block", "accept_greedy", "store_features", "top1"):
+    for op in ("prepare_block", "accept_greedy", "store_features", "top1", "fp8_logits"):
         assert getattr(ops, op).__module__ == f"{package}.{op}"
 
 

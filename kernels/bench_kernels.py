@@ -22,6 +22,7 @@ import torch
 import triton
 
 from sglang_dflash_kernels import CachePointers, select, top1_workspace
+from sglang_dflash_kernels.contracts import FP8_MAX_ROWS
 
 CUDA = torch.device("cuda")
 OPS = select(CUDA)
@@ -30,8 +31,8 @@ REFERENCE = select(torch.device("cpu"))
 BLOCK = 16  # K and W: the anchor and 15 drafts
 CONTEXT = 40_960  # columns of the request-to-token table, rows of the cos-sin table
 NUM_SLOTS = 65_536  # of the drafter's cache
-MEAN_COMMIT = 6  # tokens a request commits in the partly accepted cases
 PREFILL_TOKENS = (1024, 8192)
+BASELINES = {"torch.argmax": "top1", "torch.matmul": "fp8_logits"}  # what is timed beside an op
 
 COPY_BYTES = 1 << 30
 MIN_CALLS = 32  # in one graph
@@ -48,12 +49,13 @@ class Model:
     layers: int
     kv_heads: int
     head_dim: int
+    hidden_size: int
     vocab: int
 
 
 MODELS = (
-    Model("Qwen3-8B", layers=5, kv_heads=8, head_dim=128, vocab=151_936),
-    Model("SmolLM2-135M", layers=5, kv_heads=3, head_dim=64, vocab=49_152),
+    Model("Qwen3-8B", layers=5, kv_heads=8, head_dim=128, hidden_size=4096, vocab=151_936),
+    Model("SmolLM2-135M", layers=5, kv_heads=3, head_dim=64, hidden_size=576, vocab=49_152),
 )
 
 
@@ -143,8 +145,7 @@ def accept_greedy_case(model: Model, batch: int) -> Case:
     )
 
 
-def store_features_case(model: Model, num_tokens: int, commit: int | None, caches: CachePointers) -> Case:
-    """`commit` is None for a prefill, else the tokens that each block of BLOCK tokens stores."""
+def store_features_case(model: Model, num_tokens: int, caches: CachePointers) -> Case:
     width = 2 * model.kv_heads * model.head_dim
     constants = {
         "k_norm_LD": torch.rand(model.layers, model.head_dim, device=CUDA).bfloat16(),
@@ -156,10 +157,7 @@ def store_features_case(model: Model, num_tokens: int, commit: int | None, cache
     def inputs():
         kv_NLE = torch.randn(num_tokens, model.layers, width, device=CUDA).bfloat16()
         slots_N = torch.randperm(NUM_SLOTS, device=CUDA)[:num_tokens]
-        commit_B = None
-        if commit is not None:
-            commit_B = torch.full((num_tokens // BLOCK,), commit, dtype=torch.int32, device=CUDA)
-        return kv_NLE, ints(CONTEXT, num_tokens), slots_N, commit_B
+        return kv_NLE, ints(CONTEXT, num_tokens), slots_N
 
     def outputs():
         return constants | {"caches": caches}
@@ -177,11 +175,10 @@ def store_features_case(model: Model, num_tokens: int, commit: int | None, cache
             # Two roundings to bfloat16 apart at most, and float32 noise where a rotation cancels.
             torch.testing.assert_close(got, wanted, rtol=2.0**-7, atol=1e-4)
 
-    stored = num_tokens if commit is None else num_tokens // BLOCK * commit
     element_bytes = 2 + caches.dtype.itemsize
-    bytes_moved = stored * (model.layers * width * element_bytes + model.head_dim * 4 + 16)
-    shape = f"N={num_tokens} {'prefill' if commit is None else f'commit={commit}/{BLOCK}'}"
-    return Case("store_features", model.name, shape, bytes_moved, maker(OPS.store_features, inputs, outputs), check)
+    bytes_moved = num_tokens * (model.layers * width * element_bytes + model.head_dim * 4 + 16)
+    make = maker(OPS.store_features, inputs, outputs)
+    return Case("store_features", model.name, f"N={num_tokens}", bytes_moved, make, check)
 
 
 def top1_cases(model: Model, batch: int) -> list[Case]:
@@ -216,7 +213,41 @@ def top1_cases(model: Model, batch: int) -> list[Case]:
     ]
 
 
-def maker(op: Callable[..., None], inputs: Callable[[], tuple], outputs: Callable[[], dict]) -> Callable[[], Call]:
+def fp8_logits_cases(model: Model, num_rows: int) -> list[Case]:
+    def hidden():
+        return torch.randn(num_rows, model.hidden_size, dtype=torch.bfloat16, device=CUDA)
+
+    def head():
+        return torch.randn(model.vocab, model.hidden_size, dtype=torch.bfloat16, device=CUDA)
+
+    def fp8_inputs():
+        scale_V = (0.5 + torch.rand(model.vocab, device=CUDA)) / math.sqrt(model.hidden_size)
+        return hidden(), head().to(torch.float8_e4m3fn), scale_V
+
+    def dense_inputs():
+        return hidden(), head().T
+
+    def logits():
+        return torch.zeros(num_rows, model.vocab, dtype=torch.bfloat16, device=CUDA)
+
+    def check() -> None:
+        arguments, ours, oracle = fp8_inputs(), logits(), logits()
+        OPS.fp8_logits(*arguments, logits_NV=ours)
+        REFERENCE.fp8_logits(*arguments, logits_NV=oracle)
+        # Logits of order one, sums in another order, and a hidden state in the middle of two FP8 numbers is either.
+        torch.testing.assert_close(ours, oracle, rtol=2.0**-7, atol=2.0**-4)
+
+    shape = f"N={num_rows} V={model.vocab}"
+    num_weights, rows_bytes = model.vocab * model.hidden_size, 2 * num_rows * (model.hidden_size + model.vocab)
+    ours = maker(OPS.fp8_logits, fp8_inputs, lambda: {"logits_NV": logits()})
+    dense = maker(torch.matmul, dense_inputs, lambda: {"out": logits()})
+    return [
+        Case("fp8_logits", model.name, shape, num_weights + 4 * model.vocab + rows_bytes, ours, check),
+        Case("torch.matmul", model.name, shape, 2 * num_weights + rows_bytes, dense, lambda: None),
+    ]
+
+
+def maker(op: Callable[..., object], inputs: Callable[[], tuple], outputs: Callable[[], dict]) -> Callable[[], Call]:
     def make() -> Call:
         arguments, keywords = inputs(), outputs()
         return lambda: op(*arguments, **keywords)
@@ -297,20 +328,19 @@ def cases_of(model: Model, batches: list[int]) -> Iterator[Case]:
         yield prepare_block_case(model, batch)
         yield accept_greedy_case(model, batch)
         yield from top1_cases(model, batch)
+        if batch * (BLOCK - 1) <= FP8_MAX_ROWS:
+            yield from fp8_logits_cases(model, batch * (BLOCK - 1))
 
     shape = (NUM_SLOTS, model.kv_heads, model.head_dim)
     keys, values = ([torch.zeros(shape, dtype=torch.bfloat16, device=CUDA) for _ in range(model.layers)] for _ in "kv")
     caches = CachePointers(keys, values)
-    for batch in batches:
-        for commit in (BLOCK, MEAN_COMMIT):
-            yield store_features_case(model, batch * BLOCK, commit, caches)
-    for num_tokens in PREFILL_TOKENS:
-        yield store_features_case(model, num_tokens, None, caches)
+    for num_tokens in sorted({*(batch * BLOCK for batch in batches), *PREFILL_TOKENS}):
+        yield store_features_case(model, num_tokens, caches)
 
 
 def print_table(rows: list[Row]) -> None:
     print(f"{'op':15} {'model':13} {'shape':24} {'us':>9} {'eager us':>9} {'MB':>9} {'GB/s':>7} {'of copy':>8}")
-    for row in sorted(rows, key=lambda row: (row.op.replace("torch.argmax", "top1"), row.model)):
+    for row in sorted(rows, key=lambda row: (BASELINES.get(row.op, row.op), row.model)):
         print(
             f"{row.op:15} {row.model:13} {row.shape:24} {row.graph_us:9.2f} {row.eager_us:9.2f} "
             f"{row.bytes_moved / 1e6:9.3f} {row.gbytes_per_s:7.0f} {row.of_copy:8.1%}"

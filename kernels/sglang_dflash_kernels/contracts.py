@@ -63,10 +63,8 @@ def accept_greedy(
     return size, width
 
 
-def store_features(
-    kv_NLE, positions_N, slots_N, commit_B, *, k_norm_LD, eps_L, cos_sin_PR, caches: CachePointers
-) -> tuple[int, int]:
-    """Returns (N, W); W is N where commit_B is None."""
+def store_features(kv_NLE, positions_N, slots_N, *, k_norm_LD, eps_L, cos_sin_PR, caches: CachePointers) -> int:
+    """Returns N."""
     num_tokens, layers = kv_NLE.shape[0], caches.num_layers
     expect("kv_NLE", kv_NLE, (num_tokens, layers, 2 * caches.kv_heads * caches.head_dim), FLOAT)
     expect("positions_N", positions_N, (num_tokens,), INDEX)
@@ -78,15 +76,7 @@ def store_features(
     assert rotary_dim in range(2, caches.head_dim + 1, 2), (
         f"cos_sin_PR: expected an even rotary_dim of 2 to head_dim {caches.head_dim}, got {rotary_dim}"
     )
-    if commit_B is None or num_tokens == 0:
-        return num_tokens, num_tokens
-    size = commit_B.shape[0]
-    expect("commit_B", commit_B, (size,), INDEX)
-    width = num_tokens // max(size, 1)
-    assert width * size == num_tokens, (
-        f"kv_NLE: expected the same number of tokens for each of {size} requests, got {num_tokens} tokens"
-    )
-    return num_tokens, width
+    return num_tokens
 
 
 def top1(logits_NV, *, tokens_N, confidence_N, workspace: Top1Workspace | None) -> tuple[int, int]:

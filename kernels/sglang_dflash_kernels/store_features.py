@@ -64,12 +64,11 @@ def _store_keys(
         tl.store(target + 2 * HALF + rest_column, rest.to(CACHE_DTYPE), mask=rest_mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "width"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _store_features_kernel(
     kv_ptr,
     positions_ptr,
     slots_ptr,
-    commit_ptr,
     k_norm_ptr,
     eps_ptr,
     cos_sin_ptr,
@@ -77,7 +76,6 @@ def _store_features_kernel(
     value_pointers_ptr,
     value_scale,
     num_rows,
-    width,
     kv_token_stride,
     kv_layer_stride,
     k_norm_stride,
@@ -93,19 +91,15 @@ def _store_features_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    HAS_COMMIT: tl.constexpr,
 ):
     layer = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token = row // KV_HEADS
     head = row % KV_HEADS
-    stored = row < num_rows
-    if HAS_COMMIT:
-        commit = tl.load(commit_ptr + token // width, mask=stored, other=0)
-        stored = stored & (token % width < commit)
+    is_row = row < num_rows
 
-    slot = tl.load(slots_ptr + token, mask=stored, other=0).to(tl.int64)
-    position = tl.load(positions_ptr + token, mask=stored, other=0).to(tl.int64)
+    slot = tl.load(slots_ptr + token, mask=is_row, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + token, mask=is_row, other=0).to(tl.int64)
     source = (kv_ptr + token.to(tl.int64) * kv_token_stride + layer * kv_layer_stride + head * HEAD_DIM)[:, None]
     offset = (slot * slot_stride + head * head_stride)[:, None]
     # An address read from memory carries no alignment: without the hint each element would be stored alone.
@@ -113,7 +107,7 @@ def _store_features_kernel(
     key_target = tl.multiple_of(key_cache, ALIGNMENT) + offset
     value_cache = tl.load(value_pointers_ptr + layer).to(tl.pointer_type(CACHE_DTYPE))
     value_target = tl.multiple_of(value_cache, ALIGNMENT) + offset
-    row_mask = stored[:, None]
+    row_mask = is_row[:, None]
 
     _store_keys(
         source,
@@ -139,7 +133,6 @@ def store_features(
     kv_NLE: torch.Tensor,
     positions_N: torch.Tensor,
     slots_N: torch.Tensor,
-    commit_B: torch.Tensor | None,
     *,
     k_norm_LD: torch.Tensor,
     eps_L: torch.Tensor,
@@ -148,11 +141,10 @@ def store_features(
     caches: CachePointers,
 ) -> None:
     """Contract: `reference.store_features`. Capture-safe, allocates nothing."""
-    num_tokens, width = contracts.store_features(
+    num_tokens = contracts.store_features(
         kv_NLE,
         positions_N,
         slots_N,
-        commit_B,
         k_norm_LD=k_norm_LD,
         eps_L=eps_L,
         cos_sin_PR=cos_sin_PR,
@@ -168,7 +160,6 @@ def store_features(
         kv_NLE,
         positions_N,
         slots_N,
-        commit_B,
         k_norm_LD,
         eps_L,
         cos_sin_PR,
@@ -176,7 +167,6 @@ def store_features(
         caches.value_pointers_L,
         value_scale,
         num_rows,
-        width,
         kv_NLE.stride(0),
         kv_NLE.stride(1),
         k_norm_LD.stride(0),
@@ -192,7 +182,6 @@ def store_features(
         BLOCK_HALF=block_half,
         BLOCK_REST=triton.next_power_of_2(max(caches.head_dim - 2 * half, 1)),
         BLOCK_DIM=triton.next_power_of_2(caches.head_dim),
-        HAS_COMMIT=commit_B is not None,
         num_warps=num_warps,
     )
 

@@ -1,6 +1,6 @@
 """Inject target features: project them once, then store keys and values of every draft layer.
 
-For a committed token with concatenated tapped hidden states f (D) the drafter's cache holds, in each layer l,
+For a token with concatenated tapped hidden states f (D) the drafter's cache holds, in each layer l,
 
     c = hidden_norm(fc f)        k_l = rope(k_norm_l(K_l c), position)        v_l = V_l c
 
@@ -42,7 +42,7 @@ class DraftLayers:
 
 
 class FeatureInjector:
-    """Writes the keys and values of committed tokens into the drafter's cache, all layers in one kernel."""
+    """Writes the keys and values of the target's tokens into the drafter's cache, all layers in one kernel."""
 
     def __init__(self, ops: Any, layers: DraftLayers) -> None:
         self._store_features = ops.store_features
@@ -74,7 +74,6 @@ class FeatureInjector:
             kv_LNE.transpose(0, 1),
             positions_N,
             slots_N,
-            None,
             k_norm_LD=layers.k_norm_LD,
             eps_L=layers.eps_L,
             cos_sin_PR=layers.cos_sin_PR(),

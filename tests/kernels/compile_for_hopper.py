@@ -58,8 +58,8 @@ def main() -> None:
             workspace=top1_workspace(3, torch.device("cpu")),
         )
     for kv_heads, head_dim, rotary_dim in ((8, 128, 128), (3, 64, 64), (2, 80, 32)):
-        for num_tokens, commit_B in ((6, vector.int()), (4096, None)):
-            compile_store_features(ops, num_tokens, commit_B, kv_heads, head_dim, rotary_dim)
+        for num_tokens in (6, 4096):
+            compile_store_features(ops, num_tokens, kv_heads, head_dim, rotary_dim)
     ops.fp8_logits(
         torch.zeros(15, 4096, dtype=torch.bfloat16),
         torch.zeros(4096, 4096, dtype=torch.float8_e4m3fn),
@@ -69,13 +69,12 @@ def main() -> None:
     print(json.dumps(STORES))
 
 
-def compile_store_features(ops, num_tokens, commit_B, kv_heads, head_dim, rotary_dim, layers=5) -> None:
+def compile_store_features(ops, num_tokens, kv_heads, head_dim, rotary_dim, layers=5) -> None:
     caches = [torch.zeros(16, kv_heads, head_dim, dtype=torch.bfloat16) for _ in range(layers)]
     ops.store_features(
         torch.zeros(num_tokens, layers, 2 * kv_heads * head_dim, dtype=torch.bfloat16),
         torch.zeros(num_tokens, dtype=torch.int64),
         torch.zeros(num_tokens, dtype=torch.int64),
-        commit_B,
         k_norm_LD=torch.ones(layers, head_dim, dtype=torch.bfloat16),
         eps_L=torch.ones(layers),
         cos_sin_PR=torch.zeros(8, rotary_dim),

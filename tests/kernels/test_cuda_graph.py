@@ -10,7 +10,7 @@ from sglang_dflash_kernels import CachePointers, select, top1_workspace
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 CUDA = torch.device("cuda")
-B, K, W, CONTEXT, VOCAB = 5, 16, 7, 300, 49_152
+B, K, W, CONTEXT, VOCAB, HIDDEN = 5, 16, 7, 300, 49_152, 576
 LAYERS, KV_HEADS, HEAD_DIM, NUM_SLOTS = 5, 3, 64, 512
 
 
@@ -85,6 +85,23 @@ def test_top1():
     check_replays(call, inputs, [random_ints(9, 15), torch.zeros(15, device=CUDA)], refresh, tolerance=1e-5)
 
 
+def test_fp8_logits():
+    """Logits of order one, sums in another order, and a hidden state in the middle of two FP8 numbers is either."""
+
+    def refresh():
+        hidden_NH = torch.randn(15, HIDDEN, device=CUDA).bfloat16()
+        weight_VH = torch.randn(VOCAB, HIDDEN, device=CUDA).to(torch.float8_e4m3fn)
+        return hidden_NH, weight_VH, (0.5 + torch.rand(VOCAB, device=CUDA)) / HIDDEN**0.5
+
+    inputs = refresh()
+
+    def call(ops, outputs):
+        ops.fp8_logits(*inputs, logits_NV=outputs[0])
+
+    outputs = [torch.zeros(15, VOCAB, device=CUDA, dtype=torch.bfloat16)]
+    check_replays(call, inputs, outputs, refresh, tolerance=2.0**-4)
+
+
 def test_store_features():
     k_norm_LD = torch.rand(LAYERS, HEAD_DIM, device=CUDA)
     eps_L = torch.full((LAYERS,), 1e-6, device=CUDA)
@@ -93,7 +110,7 @@ def test_store_features():
     def refresh():
         kv_NLE = torch.randn(B * W, LAYERS, 2 * KV_HEADS * HEAD_DIM, device=CUDA).bfloat16()
         slots_N = torch.randperm(NUM_SLOTS, device=CUDA)[: B * W]
-        return kv_NLE, random_ints(CONTEXT, B * W), slots_N, random_ints(W + 1, B, dtype=torch.int32)
+        return kv_NLE, random_ints(CONTEXT, B * W), slots_N
 
     inputs = refresh()
     pointers = {}

@@ -12,7 +12,6 @@ def store_features(
     kv_NLE: torch.Tensor,
     positions_N: torch.Tensor,
     slots_N: torch.Tensor,
-    commit_B: torch.Tensor | None,
     *,
     k_norm_LD: torch.Tensor,
     eps_L: torch.Tensor,
@@ -31,19 +30,17 @@ def store_features(
         kv_NLE: bf16, fp16 or fp32, shape [N, L, 2 * kv_heads * head_dim]: per layer all key heads, then all value
             heads; any stride in N and L.
         positions_N: int32 or int64, shape [N], each below P.
-        slots_N: int32 or int64, shape [N]; tokens that are stored should have distinct slots, or any of them wins.
-        commit_B: None stores every token (prefill). Otherwise int32 or int64, shape [B]; N = B * W, and token n is
-            stored only if n % W < commit[n // W]. The slot of a token that is not stored is neither read nor written.
+        slots_N: int32 or int64, shape [N], distinct but for slots that nothing reads (padding's): what tokens write
+            to the same slot may mix there.
         k_norm_LD: bf16, fp16 or fp32, shape [L, head_dim].
         eps_L: float32, shape [L], on the device.
         cos_sin_PR: bf16, fp16 or fp32, shape [P, R], R even and at most head_dim: R/2 cosines, then R/2 sines.
         caches: [num_slots, kv_heads, head_dim] for each layer.
     """
-    num_tokens, width = contracts.store_features(
+    num_tokens = contracts.store_features(
         kv_NLE,
         positions_N,
         slots_N,
-        commit_B,
         k_norm_LD=k_norm_LD,
         eps_L=eps_L,
         cos_sin_PR=cos_sin_PR,
@@ -51,9 +48,6 @@ def store_features(
     )
     if num_tokens == 0:
         return
-    if commit_B is not None:
-        stored_N = (torch.arange(width, device=commit_B.device) < commit_B[:, None]).flatten()
-        kv_NLE, positions_N, slots_N = kv_NLE[stored_N], positions_N[stored_N], slots_N[stored_N]
 
     slots = slots_N.long()
     half = cos_sin_PR.shape[1] // 2

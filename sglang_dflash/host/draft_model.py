@@ -113,14 +113,13 @@ class DraftModel:
         _require_token_major(pool)
         assert pool.head_num == attention[0].num_kv_heads, "the drafter's KV pool was sized for another number of heads"
         kv_bias_LE = None if self._qkv_bias_LE is None else self._qkv_bias_LE[:, attention[0].q_size :]
-        rotary = attention[0].rotary_emb
         return DraftLayers(
             fuse=self.model.project_target_hidden,
             kv_weight_LEH=self._kv_weight_LEH,
             kv_bias_LE=kv_bias_LE,
             k_norm_LD=self._k_norm_LD,
             eps_L=torch.tensor([a.k_norm.variance_epsilon for a in attention], device=self.runner.device),
-            cos_sin_PR=lambda: rotary.cos_sin_cache,
+            cos_sin_PR=attention[0].rotary_emb.cos_sin_cache,
             value_scale=1.0 if attention[0].v_scale is None else float(attention[0].v_scale),
             caches=CachePointers(list(pool.k_buffer), list(pool.v_buffer)),
         )

@@ -26,7 +26,7 @@ class DraftLayers:
         kv_bias_LE: their biases, None where the projections have none.
         k_norm_LD: weight of each layer's key norm, D here the head's size.
         eps_L: float32, epsilon of each layer's key norm.
-        cos_sin_PR: rotary table, a row a position.
+        cos_sin_PR: rotary table, a row a position. Held here: captured graphs read it, where SGLang may replace its own.
         value_scale: factor on the values, 1.0 for none.
         caches: the drafter's cache, `sglang_dflash_kernels.CachePointers`.
     """
@@ -36,7 +36,7 @@ class DraftLayers:
     kv_bias_LE: torch.Tensor | None
     k_norm_LD: torch.Tensor
     eps_L: torch.Tensor
-    cos_sin_PR: Callable[[], torch.Tensor]
+    cos_sin_PR: torch.Tensor
     value_scale: float
     caches: Any
 
@@ -76,7 +76,7 @@ class FeatureInjector:
             slots_N,
             k_norm_LD=layers.k_norm_LD,
             eps_L=layers.eps_L,
-            cos_sin_PR=layers.cos_sin_PR(),
+            cos_sin_PR=layers.cos_sin_PR,
             value_scale=layers.value_scale,
             caches=layers.caches,
         )

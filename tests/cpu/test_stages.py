@@ -300,7 +300,7 @@ def draft_layers(*, bias: bool, rotary_dim: int) -> DraftLayers:
         kv_bias_LE=random(LAYERS, size) if bias else None,
         k_norm_LD=random(LAYERS, HEAD_DIM),
         eps_L=torch.tensor([1e-6, 1e-3, 0.1]),
-        cos_sin_PR=lambda: torch.cat([angles.cos(), angles.sin()], dim=1),
+        cos_sin_PR=torch.cat([angles.cos(), angles.sin()], dim=1),
         value_scale=0.5,
         caches=kernels.CachePointers(*caches),
     )
@@ -315,7 +315,7 @@ def key_and_value(layers: DraftLayers, layer: int, head: int, feature_D: torch.T
     value = kv_E[(HEADS + head) * HEAD_DIM : (HEADS + head + 1) * HEAD_DIM] * layers.value_scale
     scale = 1 / math.sqrt(sum(x * x for x in key) / HEAD_DIM + float(layers.eps_L[layer]))
     key = [x * scale * float(weight) for x, weight in zip(key, layers.k_norm_LD[layer], strict=True)]
-    cos_sin = layers.cos_sin_PR()[position].tolist()
+    cos_sin = layers.cos_sin_PR[position].tolist()
     half = len(cos_sin) // 2
     for i in range(half):
         cos, sin = cos_sin[i], cos_sin[half + i]

@@ -26,7 +26,7 @@ class DraftLayers:
         kv_bias_LE: their biases, None where the projections have none.
         k_norm_LD: weight of each layer's key norm, D here the head's size.
         eps_L: float32, epsilon of each layer's key norm.
-        cos_sin_PR: rotary table, a row a position. Held here: captured graphs read it, where SGLang may replace its own.
+        cos_sin_PR: rotary table, a row a position. Held here: captured graphs read it; SGLang may replace its own.
         value_scale: factor on the values, 1.0 for none.
         caches: the drafter's cache, `sglang_dflash_kernels.CachePointers`.
     """

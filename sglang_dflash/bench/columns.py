@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ def engines(
 ) -> Iterator[dict[str, EngineProcess]]:
     """The columns' engines by name, all at once, so that the card's state is the same for all.
 
+    They start together: each takes a minute on its own, most of it on one core.
+
     Args:
         logs: folder of their output, made where it is not there.
         arguments: of `sglang.Engine`; a column's own win.
@@ -110,13 +113,17 @@ def engines(
         variables: more environment variables, by column name.
     """
     logs.mkdir(parents=True, exist_ok=True)
+
+    def start(column: Column) -> EngineProcess:
+        env = environment(column, forced_acceptance) | dict((variables or {}).get(column.name, {}))
+        log = logs / f"{column.name}.log"
+        return EngineProcess(column.kind, log, env=env, **{**arguments, **dict(column.engine)})
+
+    print(f"starting {', '.join(column.name for column in columns)}", file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:
-        started = {}
-        for column in columns:
-            print(f"starting {column.name}", file=sys.stderr, flush=True)
-            env = environment(column, forced_acceptance) | dict((variables or {}).get(column.name, {}))
-            process = EngineProcess(
-                column.kind, logs / f"{column.name}.log", env=env, **{**arguments, **dict(column.engine)}
-            )
-            started[column.name] = stack.enter_context(process)
-        yield started
+        with ThreadPoolExecutor(len(columns)) as pool:
+            starts = [pool.submit(start, column) for column in columns]
+        for begun in starts:
+            if begun.exception() is None:
+                stack.enter_context(begun.result())
+        yield {column.name: begun.result() for column, begun in zip(columns, starts, strict=True)}

@@ -132,6 +132,7 @@ WORKER = (
     Contract("sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.get_paged_mha_kv_cache"),
     Contract("sglang.srt.layers.radix_attention.AttentionType", ("DECODER", "DECODER_BIDIRECTIONAL", "ENCODER_ONLY")),
     Contract("sglang.srt.layers.radix_attention.RadixAttention"),
+    Contract("sglang.srt.environ.envs.SGLANG_USE_SGL_FA3_KERNEL"),
     Contract("sglang.srt.mem_cache.memory_pool.KVWriteLoc"),
     Contract(
         "sglang.srt.speculative.base_spec_worker.BaseSpecWorker",

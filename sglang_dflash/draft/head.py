@@ -120,4 +120,9 @@ def make(precision: str, weight_VH: torch.Tensor, ops: Any, tokens_S: torch.Tens
             f"[{num_tokens}, {hidden_size}]; leave draft_head at dense"
             + ("." if tokens_S is None else ", or map a multiple of 16 tokens.")
         )
+    if weight_VH.is_cuda and (capability := torch.cuda.get_device_capability(weight_VH.device)) < (8, 9):
+        raise ValueError(
+            f"draft_head fp8: expected a GPU of compute capability 8.9 or more, which has FP8 products, got "
+            f"{capability[0]}.{capability[1]}; leave draft_head at dense."
+        )
     return FP8Head(weight_VH, ops, tokens_S)

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_dflash import checkpoint, cpu, drafter_config, drafter_fit, paths, token_map
+from sglang_dflash import checkpoint, config, cpu, drafter_config, drafter_fit, paths, token_map
 from sglang_dflash.drafter_variants import MASK_EMBEDDING_FILE, SERVED
 
 if TYPE_CHECKING:
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SOURCE = "sglang_dflash"
-# Without --max-running-requests: never fewer than SGLang's own limit for speculative decoding, never more than the most
-# requests that SGLang captures graphs of plain decoding for on cards of 60 to 90 GB.
+# Without --max-running-requests never fewer than SGLang's own limit for speculative decoding.
 LEAST_MAX_RUNNING_REQUESTS = 48
-MOST_MAX_RUNNING_REQUESTS = 256
+# Bytes a verified token and a token of the vocabulary, of all that a round holds at once, and the share of the device's
+# memory that they get; `_default_max_running_requests` names them.
+CHOSEN_BYTES, DRAWN_BYTES = 16, 24
 LOGITS_SHARE = 0.05
 
 
@@ -284,23 +285,25 @@ def _resolve_scheduling(server_args: Any) -> None:
 
 
 def _default_max_running_requests(server_args: Any) -> int:
-    """As many requests as plain decoding captures graphs for, where the logits of their blocks fit on the device.
+    """As many requests as SGLang captures graphs for, where what their blocks' logits become fits on the device.
 
-    A verified block's logits are its largest tensor, once in the head's dtype and once in float32: 150 MB for each 16
-    tokens of 10 requests at a vocabulary of 150,000. They get a twentieth of the device's memory, which SGLang reserves
-    outside the KV pool.
+    The largest tensors of a round are as wide as the vocabulary, a row a verified token: logits in the head's dtype and
+    in float32, and where requests sample their probabilities and what the filters leave of them; where drafts are drawn
+    theirs too. All of them together get a twentieth of the device's memory.
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.utils.common import get_device_memory_capacity
 
     cfg = _view(server_args)
-    vocab_size = int(model_config_of(server_args).hf_text_config.vocab_size)
-    block_bytes = int(cfg.speculative_num_draft_tokens) * vocab_size * (2 + 4)
     memory_mib = get_device_memory_capacity(cfg.device)
     if memory_mib is None or cfg.device == "cpu":
         return LEAST_MAX_RUNNING_REQUESTS
+    vocab_size = int(model_config_of(server_args).hf_text_config.vocab_size)
+    drawn = config.load().proposer == "sampled"
+    block_bytes = int(cfg.speculative_num_draft_tokens) * vocab_size * (DRAWN_BYTES if drawn else CHOSEN_BYTES)
     fitting = int(memory_mib * 2**20 * LOGITS_SHARE / block_bytes) // 8 * 8
-    return min(max(fitting, LEAST_MAX_RUNNING_REQUESTS), MOST_MAX_RUNNING_REQUESTS)
+    captured = cfg.cuda_graph_config.decode.max_bs or LEAST_MAX_RUNNING_REQUESTS
+    return max(min(fitting, captured), LEAST_MAX_RUNNING_REQUESTS)
 
 
 def _resolve_attention(server_args: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -25,7 +26,7 @@ def plan_once(runner: Any) -> bool:
     layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
     if not _flash_attention_3(runner.attn_backend) or not layers or not all(map(_full_attention, layers)):
         return False
-    if len({(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.logit_cap) for layer in layers}) > 1:
+    if len({_shape(layer) for layer in layers}) > 1:
         return False
     runner.attn_backend.forward_extend = PlannedBlocks(runner.attn_backend, min(layer.layer_id for layer in layers))
     return True
@@ -34,8 +35,9 @@ def plan_once(runner: Any) -> bool:
 def _flash_attention_3(backend: Any) -> bool:
     """SGLang's backend for FlashAttention 3, without what its own path alone knows."""
     return (
-        # An attribute of FlashAttentionBackend alone, which is not importable everywhere.
-        getattr(backend, "fa_impl_ver", None) == 3
+        # An attribute of FlashAttentionBackend alone, which is not importable everywhere; wrappers pass it on.
+        vars(backend).get("fa_impl_ver") == 3
+        and envs.SGLANG_USE_SGL_FA3_KERNEL.get()
         and not backend._disable_scheduler_metadata_precompute
         and not backend.use_mla
         and backend.topk <= 1
@@ -44,6 +46,12 @@ def _flash_attention_3(backend: Any) -> bool:
         and not backend.use_sliding_window_kv_pool
         and not backend.fa_skip_kv_cache
     )
+
+
+def _shape(layer: RadixAttention) -> tuple[Any, ...]:
+    """What a plan is made of."""
+    sizes = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.v_head_dim)
+    return (*sizes, layer.logit_cap, layer.attn_type in _BIDIRECTIONAL)
 
 
 def _full_attention(layer: RadixAttention) -> bool:
@@ -62,8 +70,8 @@ class PlannedBlocks:
     def __call__(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
@@ -73,7 +81,7 @@ class PlannedBlocks:
         if not _plain_block(forward_batch, options):
             return self._original(q, k, v, layer, forward_batch, save_kv_cache, **options)
         backend, metadata = self._backend, self._backend.forward_metadata
-        if save_kv_cache:
+        if save_kv_cache and k is not None:
             where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=metadata.swa_out_cache_loc)
             backend.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         key_cache, value_cache = backend.get_paged_mha_kv_cache(layer)

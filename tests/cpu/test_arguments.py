@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash import checkpoint, cpu, demo, hooks, plugin
+from sglang_dflash import checkpoint, config, cpu, demo, hooks, plugin
 from sglang_dflash.cpu import bootstrap
 from sglang_dflash.host import arguments
 
@@ -102,22 +102,29 @@ def test_defaults(resolve: Resolve, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory_mib", "limit"),
+    ("memory_mib", "captured", "proposer", "limit"),
     [
-        (80_000, 256),  # 888 would fit
-        (20_000, 216),  # 222 do, of which whole eights are taken
-        (3_000, 48),  # 33 would
-        (None, 48),
+        (80_000, 256, "argmax", 256),  # 333 would fit
+        (80_000, 32, "argmax", 48),
+        (80_000, 256, "sampled", 216),  # 222 fit, of which whole eights are taken
+        (30_000, 256, "argmax", 120),  # 125 do
+        (9_000, 256, "argmax", 48),  # 37 would
+        (80_000, None, "argmax", 48),
+        (None, 256, "argmax", 48),
     ],
 )
-def test_as_many_requests_run_as_fit(memory_mib: int | None, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_requests_run_as_fit(
+    memory_mib: int | None, captured: int | None, proposer: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sglang.srt.utils.common.get_device_memory_capacity", lambda device: memory_mib)
     monkeypatch.setattr(
         "sglang.srt.arg_groups.model_override_base.model_config_of",
         lambda args: SimpleNamespace(hf_text_config=SimpleNamespace(vocab_size=49_152)),
     )
-    args = SimpleNamespace(device="cuda", speculative_num_draft_tokens=16)
+    monkeypatch.setenv(config.CONFIG_VARIABLE, json.dumps({"proposer": proposer}))
     monkeypatch.setattr(arguments, "_view", lambda server_args: server_args)
+    graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=captured))
+    args = SimpleNamespace(device="cuda", speculative_num_draft_tokens=16, cuda_graph_config=graphs)
     assert arguments._default_max_running_requests(args) == limit
 
 

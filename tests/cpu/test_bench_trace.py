@@ -154,6 +154,14 @@ def test_an_attention_that_combines_is_not_taken_for_the_head(tmp_path: Path) ->
     assert trace.read(write(tmp_path, events)).stages["head"].busy_ms == pytest.approx(0.04)
 
 
+def test_the_heads_product_is_told_by_any_of_its_names(tmp_path: Path) -> None:
+    for name in ("nvjet_head", "_fp8_logits_kernel", "sm90_xmma_gemm"):
+        events = rounds(host_round) + rounds(device_round)
+        for event in [e for e in events if e["name"] == "nvjet_head"]:
+            event["name"] = name
+        assert trace.read(write(tmp_path, events)).stages["head"].busy_ms == pytest.approx(0.04), name
+
+
 def test_a_split_product_is_of_the_head_with_its_sum(tmp_path: Path) -> None:
     events = rounds(host_round) + rounds(device_round)
     for event in [e for e in events if e["name"] == "rms_norm"]:

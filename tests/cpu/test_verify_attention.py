@@ -18,16 +18,18 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang_dflash.host import attention
 
 HEADS, KV_HEADS, SIZE, TOKENS, LAYERS = 4, 2, 8, 6, 3
+SCALING, LOGIT_CAP, K_SCALE, V_SCALE = 0.5, 30.0, 0.25, 0.125
 
 
 class Backend:
     """SGLang's FlashAttentionBackend, as far as it is read: it writes down what it is asked for."""
 
-    fa_impl_ver, use_mla, topk, kv_cache_dtype_str = 3, False, 1, "auto"
+    use_mla, topk, kv_cache_dtype_str = False, 1, "auto"
     local_attn_builder, use_sliding_window_kv_pool, page_size, num_splits = None, False, 16, 0
     fa_skip_kv_cache = _disable_scheduler_metadata_precompute = False
 
     def __init__(self) -> None:
+        self.fa_impl_ver: int | None = 3
         self.forward_metadata = SimpleNamespace(
             cache_seqlens_int32=torch.tensor([20, 30]),
             cu_seqlens_q=torch.tensor([0, 3, 6]),
@@ -54,7 +56,9 @@ class Backend:
 
 
 def a_layer(layer_id: int, **options: Any) -> RadixAttention:
-    return RadixAttention(HEADS, SIZE, 0.5, KV_HEADS, layer_id, **options)
+    layer = RadixAttention(HEADS, SIZE, SCALING, KV_HEADS, layer_id, **{"logit_cap": LOGIT_CAP} | options)
+    layer.k_scale, layer.v_scale = K_SCALE, V_SCALE
+    return layer
 
 
 def a_batch(**fields: Any) -> Any:
@@ -108,7 +112,12 @@ def test_a_pass_is_planned_by_its_first_layer(qkv: torch.Tensor, first: int) -> 
     # The kernel sizes its splits by the same figures as the plan.
     for name in ("cache_seqlens", "cu_seqlens_q", "max_seqlen_q", "causal", "num_splits"):
         assert planned[name] is attended[0][name], name
-    assert (planned["num_heads"], planned["num_heads_k"], planned["batch_size"]) == (HEADS, KV_HEADS, 2)
+    expected = {"num_heads": HEADS, "num_heads_k": KV_HEADS, "headdim": SIZE, "headdim_v": SIZE, "batch_size": 2}
+    expected |= {"page_size": 16, "has_softcap": True, "qkv_dtype": torch.float32}
+    assert {name: planned[name] for name in expected} == expected
+    expected = {"v_cache": f"values {first}", "softmax_scale": SCALING, "softcap": LOGIT_CAP}
+    assert {name: attended[0][name] for name in expected} == expected
+    assert attended[0]["page_table"] is backend.forward_metadata.page_table
 
 
 @pytest.mark.parametrize(
@@ -137,10 +146,13 @@ def test_keys_are_stored_unless_they_stand_already(qkv: torch.Tensor) -> None:
     assert stored_layer is layer
     assert where == ("slots", batch.out_cache_loc, None)
     assert torch.equal(torch.cat((keys, values), dim=1), qkv[:, HEADS * SIZE :])
-    assert scales == [None, None]
+    assert scales == [K_SCALE, V_SCALE]
     events.clear()
     run(runner.attn_backend, layer, batch, qkv, save_kv_cache=False)
     assert [name for name, _ in events] == ["plan", "attend"]
+    events.clear()
+    runner.attn_backend.forward_extend(qkv[:, : HEADS * SIZE], None, None, layer, batch)
+    assert [name for name, _ in events] == ["plan", "attend"], "a layer without keys of its own stores none"
 
 
 @pytest.mark.parametrize(
@@ -171,9 +183,13 @@ def test_a_backend_it_does_not_know_stays_as_it_is(qkv: torch.Tensor, fields: di
         [],
         [a_layer(0), a_layer(1, sliding_window_size=64)],
         [a_layer(0), a_layer(1, is_cross_attention=True)],
-        [a_layer(0), RadixAttention(HEADS, SIZE, 0.5, HEADS, 1)],
+        [a_layer(0), RadixAttention(HEADS, SIZE, SCALING, HEADS, 1, logit_cap=LOGIT_CAP)],
+        [a_layer(0), RadixAttention(HEADS, 2 * SIZE, SCALING, KV_HEADS, 1, logit_cap=LOGIT_CAP)],
+        [a_layer(0), a_layer(1, v_head_dim=2 * SIZE)],
+        [a_layer(0), a_layer(1, logit_cap=0.0)],
+        [a_layer(0), a_layer(1, attn_type=AttentionType.ENCODER_ONLY)],
     ],
-    ids=["none", "window", "cross attention", "another number of heads"],
+    ids=["none", "window", "cross attention", "heads", "head size", "value size", "cap", "both ways"],
 )
 def test_a_model_it_does_not_know_stays_as_it_is(layers: list[RadixAttention]) -> None:
     runner = a_runner(layers)
@@ -181,8 +197,28 @@ def test_a_model_it_does_not_know_stays_as_it_is(layers: list[RadixAttention]) -
     assert not isinstance(runner.attn_backend.forward_extend, attention.PlannedBlocks)
 
 
+def test_another_build_of_the_kernel_stays_sglangs_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_SGL_FA3_KERNEL", "0")
+    assert not attention.plan_once(a_runner([a_layer(0)]))
+
+
+def test_a_wrapper_of_the_backend_stays_as_it_is() -> None:
+    """Its own `forward` calls the backend inside."""
+
+    class Wrapper:
+        def __init__(self, inner: Backend) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    assert not attention.plan_once(
+        SimpleNamespace(model=torch.nn.ModuleList([a_layer(0)]), attn_backend=Wrapper(Backend()))
+    )
+
+
 def test_a_backend_of_another_kind_stays_as_it_is() -> None:
-    runner = SimpleNamespace(model=torch.nn.ModuleList([a_layer(0)]), attn_backend=object())
+    runner = SimpleNamespace(model=torch.nn.ModuleList([a_layer(0)]), attn_backend=SimpleNamespace())
     assert not attention.plan_once(runner)
 
 

@@ -58,6 +58,17 @@ def test_matches_twin(ops, poison, device, num_rows):
     check(ops, poison, *inputs(device, num_rows, 130, 512))
 
 
+def test_a_small_part_has_a_scale_of_its_own(ops, device):
+    """By the large part's scale all of the small one would round to zero. Only the small one has weights."""
+    hidden_NH = torch.full((2, 2 * PART), 448.0, device=device, dtype=torch.bfloat16)
+    hidden_NH[:, :PART] *= 2.0**-20
+    weight_VH = torch.zeros(64, 2 * PART, device=device)
+    weight_VH[:, :PART] = 1.0
+    logits_NV = torch.empty(2, 64, device=device, dtype=torch.bfloat16)
+    ops.fp8_logits(hidden_NH, weight_VH.to(torch.float8_e4m3fn), torch.ones(64, device=device), logits_NV=logits_NV)
+    assert torch.equal(logits_NV, torch.full_like(logits_NV, PART * 448.0 * 2.0**-20))
+
+
 def test_rounds_hidden_states(ops, poison, device):
     if ops.name == "triton" and device.type == "cpu":
         pytest.skip("Triton's interpreter rounds to FP8 wrongly")

@@ -1,0 +1,100 @@
+"""The target's pass over blocks ends in injection: once, in its graph where one ran, on the host where none did."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.cpu import bootstrap
+
+if bootstrap.wanted():
+    bootstrap.install()
+
+from sglang.srt.model_executor.cuda_graph_config import Backend
+
+from sglang_dflash.host import target_model
+from sglang_dflash.host.target_model import TargetModel
+from sglang_dflash.records import Block, Draft, Round
+
+B, K, W, V, FEATURES = 2, 4, 3, 7, 5
+
+
+class Injected:
+    """What was injected, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, ...]] = []
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        self.calls.append(tensors)
+
+
+@pytest.fixture
+def injected() -> Injected:
+    return Injected()
+
+
+@pytest.fixture
+def target(injected: Injected, monkeypatch: pytest.MonkeyPatch) -> TargetModel:
+    return a_target(injected, Backend.FULL, monkeypatch)
+
+
+def a_target(injected: Injected, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> TargetModel:
+    graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=backend)))
+    monkeypatch.setattr(target_model, "get_exec", lambda: SimpleNamespace(graph=graph))
+    model = SimpleNamespace(get_input_embeddings=lambda: None)
+    runner = SimpleNamespace(model=model, model_config=SimpleNamespace(vocab_size=V), capture_tail_hooks=[])
+    made = TargetModel(SimpleNamespace(model_runner=runner, device="cpu"))
+    made.init_graphs(injected)
+    return made
+
+
+def verify(target: TargetModel, in_graph: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Block]:
+    """A round verified by a forward pass that is played; its record, the pass's output and the block."""
+    ids_BK = torch.arange(B * K).view(B, K)
+    block = Block(ids_BK, ids_BK + 100, ids_BK + 200, None)
+    output = SimpleNamespace(hidden_states=torch.randn(B * W, FEATURES), next_token_logits=torch.randn(B * W, V))
+    output.features = output.hidden_states
+    result = SimpleNamespace(logits_output=output, can_run_cuda_graph=in_graph)
+    monkeypatch.setattr(target, "_forward", lambda *args: result)
+    info = SimpleNamespace(is_all_greedy=True, logit_bias=None, has_custom_logit_processor=False)
+    batch = SimpleNamespace(reqs=[], has_grammar=False, sampling_info=info, return_logprob=False)
+    lens = torch.tensor([4, 9])
+    round_ = Round(lens, lens, lens, lens, 13, ("a", "b"))
+    return target.verify(batch, round_, block, Draft(ids_BK), W, None), output, block
+
+
+def test_without_a_graph_the_verified_tokens_are_injected(
+    target: TargetModel, injected: Injected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified, output, block = verify(target, in_graph=False, monkeypatch=monkeypatch)
+    [(features_ND, positions_N, slots_N)] = injected.calls
+    assert features_ND is output.features
+    assert positions_N.tolist() == block.positions_BK[:, :W].flatten().tolist()
+    assert slots_N.tolist() == block.slots_BK[:, :W].flatten().tolist()
+    assert output.hidden_states is None, "SGLang would copy it to the host"
+    assert verified.choices_BW.tolist() == output.next_token_logits.argmax(dim=1).view(B, W).tolist()
+
+
+def test_where_a_graph_ran_it_has_injected(
+    target: TargetModel, injected: Injected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, output, _ = verify(target, in_graph=True, monkeypatch=monkeypatch)
+    assert not injected.calls
+    assert output.hidden_states is None
+
+
+def test_a_captured_pass_injects_all_of_its_tokens(target: TargetModel, injected: Injected) -> None:
+    [hook] = target.runner.capture_tail_hooks
+    features_ND, positions_N, slots_N = torch.randn(B * W, FEATURES), torch.arange(B * W), torch.arange(B * W) + 9
+    forward_batch = SimpleNamespace(positions=positions_N, out_cache_loc=slots_N)
+    hook(object(), SimpleNamespace(hidden_states=features_ND), forward_batch, B * W)
+    [call] = injected.calls
+    assert all(got is given for got, given in zip(call, (features_ND, positions_N, slots_N), strict=True))
+
+
+def test_without_graphs_there_is_no_hook(injected: Injected, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not a_target(injected, Backend.DISABLED, monkeypatch).runner.capture_tail_hooks

@@ -96,7 +96,7 @@ def _resolve_arguments(original: Any, server_args: Any) -> None:
     if not reasons:
         arguments.resolve(server_args)
         return
-    _hand_over(reasons)
+    _hand_over(server_args, reasons)
     original(server_args)
 
 
@@ -125,7 +125,7 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
     }
     reasons = reasons or _apply(hooks)
     if reasons:
-        _hand_over(reasons)
+        _hand_over(server_args, reasons)
         return original(self, server_args)
     from sglang_dflash.worker import DFlashWorker
 
@@ -144,7 +144,7 @@ def _mark_stock(original: Any, self: Any, server_args: Any) -> Any:
     return original(self, server_args)
 
 
-def _hand_over(reasons: list[str]) -> None:
+def _hand_over(server_args: Any, reasons: list[str]) -> None:
     """Tell that SGLang's built-in worker serves, and why; refuse in strict mode."""
     why = "; ".join(reasons)
     if config.load().strict:
@@ -152,7 +152,10 @@ def _hand_over(reasons: list[str]) -> None:
             f"sglang-dflash does not serve this configuration: {why}. Remove the option, or unset "
             f"{config.STRICT_VARIABLE} to let SGLang's built-in DFLASH worker serve it."
         )
-    logger.warning("SGLang's built-in DFLASH worker serves, not sglang-dflash %s: %s.", __version__, why)
+    from sglang_dflash.host import arguments
+
+    ignored = " It ignores --speculative-token-map." if arguments.has_token_map(server_args) else ""
+    logger.warning("SGLang's built-in DFLASH worker serves, not sglang-dflash %s: %s.%s", __version__, why, ignored)
 
 
 def _validate_request(

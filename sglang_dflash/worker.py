@@ -71,13 +71,10 @@ class DFlashWorker(BaseSpecWorker):
         if (mask_embedding_H := arguments.mask_embedding(server_args)) is not None:
             self.target.set_mask_embedding(self._mask_token_id, mask_embedding_H)
         self._settings = config.load()
+        self._ops = kernels.select(self.device)
         # Before SGLang sizes the KV pool by the memory that is left: a head may be a copy.
-        self.head = head.make(
-            self._settings.draft_head,
-            self.target.head(),
-            kernels.select(self.device),
-            arguments.drafted_tokens(server_args),
-        )
+        tokens_S = arguments.drafted_tokens(server_args)
+        self.head = head.make(self._settings.draft_head, self.target.head(), self._ops, tokens_S)
 
     # -- what SGLang reads of a speculative worker ---------------------------------------------------------------
 
@@ -117,10 +114,10 @@ class DFlashWorker(BaseSpecWorker):
         self._build_stages()
 
     def _build_stages(self) -> None:
-        ops = kernels.select(self.device)
+        ops, settings = self._ops, self._settings
         buffers = Buffers(self._max_requests(), self.block_size, self.device)
         self.layout = BlockLayout(ops, buffers, self.req_to_token_pool.req_to_token, self._mask_token_id)
-        self.proposer = proposer.make(self._settings.proposer, ops, buffers, self.head)
+        self.proposer = proposer.make(settings.proposer, ops, buffers, self.head)
         self.acceptor = _make_acceptor(ops, buffers)
         self.injector = FeatureInjector(ops, self.drafter.layers())
         logger.info(
@@ -130,8 +127,8 @@ class DFlashWorker(BaseSpecWorker):
             self.block_size,
             len(self.drafter.model.layers),
             self._mask_token_id,
-            self._settings.proposer,
-            self._settings.draft_head,
+            settings.proposer,
+            settings.draft_head,
             "all" if self.head.tokens_S is None else len(self.head.tokens_S),
             ops.name,
         )
@@ -142,8 +139,9 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
-        for runner in (self.target.runner, self.drafter.runner):
-            attention.plan_once(runner)
+        runners = {"target": self.target.runner, "drafter": self.drafter.runner}
+        planned = [name for name, runner in runners.items() if attention.plan_once(runner)]
+        logger.info("Attention is planned once a pass for: %s.", ", ".join(planned) or "none, each layer plans its own")
         self.target.init_graphs(self.injector.inject)
 
     def init_cuda_graphs(self) -> None:

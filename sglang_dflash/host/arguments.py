@@ -217,6 +217,10 @@ def mask_embedding(server_args: Any) -> torch.Tensor | None:
     return checkpoint.load_mask_embedding(path, drafter(server_args), mask_token_id(server_args))
 
 
+def has_token_map(server_args: Any) -> bool:
+    return _view(server_args).speculative_token_map is not None
+
+
 def drafted_tokens(server_args: Any) -> torch.Tensor | None:
     """The ids (S), int64, that --speculative-token-map lets the drafter draft; None for all.
 
@@ -299,8 +303,9 @@ def _default_max_running_requests(server_args: Any) -> int:
     if memory_mib is None or cfg.device == "cpu":
         return LEAST_MAX_RUNNING_REQUESTS
     vocab_size = int(model_config_of(server_args).hf_text_config.vocab_size)
-    drawn = config.load().proposer == "sampled"
-    block_bytes = int(cfg.speculative_num_draft_tokens) * vocab_size * (DRAWN_BYTES if drawn else CHOSEN_BYTES)
+    # A proposer of the user's own may draw too.
+    token_bytes = CHOSEN_BYTES if config.load().proposer == "argmax" else DRAWN_BYTES
+    block_bytes = int(cfg.speculative_num_draft_tokens) * vocab_size * token_bytes
     fitting = int(memory_mib * 2**20 * LOGITS_SHARE / block_bytes) // 8 * 8
     captured = cfg.cuda_graph_config.decode.max_bs or LEAST_MAX_RUNNING_REQUESTS
     return max(min(fitting, captured), LEAST_MAX_RUNNING_REQUESTS)

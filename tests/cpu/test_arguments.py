@@ -107,6 +107,7 @@ def test_defaults(resolve: Resolve, caplog: pytest.LogCaptureFixture) -> None:
         (80_000, 256, "argmax", 256),  # 333 would fit
         (80_000, 32, "argmax", 48),
         (80_000, 256, "sampled", 216),  # 222 fit, of which whole eights are taken
+        (80_000, 256, "package.module:Class", 216),
         (30_000, 256, "argmax", 120),  # 125 do
         (9_000, 256, "argmax", 48),  # 37 would
         (80_000, None, "argmax", 48),

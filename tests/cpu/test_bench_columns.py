@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -117,6 +118,21 @@ def test_engines_stand_side_by_side_with_their_own_arguments(tmp_path: Path) -> 
         ("ours", logs / "x.log", {"SGLANG_DFLASH_CONFIG": "", "A": "b"}, {"page_size": 2}),
     ]
     assert logs.is_dir()
+
+
+@pytest.mark.usefixtures("played")
+def test_engines_start_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    class Waiting(_Engine):
+        def __init__(self, kind: str, log: Path, env: dict[str, str], **arguments: Any) -> None:
+            both.wait(timeout=10)  # broken where one starts after the other
+            super().__init__(kind, log, env, **arguments)
+
+    monkeypatch.setattr(columns, "EngineProcess", Waiting)
+    chosen = [Column("plain", "plain"), Column("x", "ours")]
+    with columns.engines(chosen, tmp_path, {"page_size": 1}) as engines:
+        assert list(engines) == ["plain", "x"]
 
 
 @pytest.mark.usefixtures("played")

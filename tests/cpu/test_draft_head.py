@@ -107,3 +107,13 @@ def test_a_subset_that_fp8_products_do_not_take_is_refused(weight_VH: torch.Tens
 def test_a_head_that_fp8_products_do_not_take_is_refused(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="expected a bfloat16 head whose sides are multiples of 16, got"):
         head.make("fp8", torch.zeros(shape, dtype=dtype), OPS)
+
+
+def test_a_card_without_fp8_products_is_refused(weight_VH: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"expected a GPU of compute capability 8\.9 or more, .*, got 8\.0; leave"):
+        head.make("fp8", weight_VH.as_subclass(OnCuda), OPS)
+    assert isinstance(head.make("dense", weight_VH.as_subclass(OnCuda), OPS), head.DenseHead)

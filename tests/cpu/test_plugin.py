@@ -244,12 +244,14 @@ def test_a_served_configuration_gets_our_worker(run: Run, models: tuple[str, str
 
 
 def test_an_unserved_configuration_goes_to_stock_with_one_line(run: Run, models: tuple[str, str]) -> None:
-    outcome = run(create_for, *models, {"enable_mixed_chunk": True, "enable_lora": True}, strict=False)
-    assert outcome.code == 0, outcome.log
-    assert outcome.created == [STOCK]
-    [line] = outcome.lines("built-in")
-    assert line.startswith("WARNING SGLang's built-in DFLASH worker serves, not sglang-dflash ")
-    assert line.endswith(": --enable-lora; --enable-mixed-chunk.")
+    for options, told in (({}, ""), ({"speculative_token_map": "map.pt"}, " It ignores --speculative-token-map.")):
+        unserved = {"enable_mixed_chunk": True, "enable_lora": True}
+        outcome = run(create_for, *models, unserved | options, strict=False)
+        assert outcome.code == 0, outcome.log
+        assert outcome.created == [STOCK]
+        [line] = outcome.lines("built-in")
+        assert line.startswith("WARNING SGLang's built-in DFLASH worker serves, not sglang-dflash ")
+        assert line.endswith(f": --enable-lora; --enable-mixed-chunk.{told}")
 
 
 def test_an_unserved_configuration_is_refused_in_strict_mode(run: Run, models: tuple[str, str]) -> None:

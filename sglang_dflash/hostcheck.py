@@ -130,6 +130,18 @@ WORKER = (
         exact=True,
     ),
     Contract("sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.get_paged_mha_kv_cache"),
+    Contract(
+        "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.init_forward_metadata_out_graph",
+        ("forward_batch",),
+    ),
+    Contract(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._make_graph_key", ("size",)
+    ),
+    Contract(
+        "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.replay",
+        ("shape_key", "static_forward_batch"),
+    ),
+    Contract("sglang.srt.utils.device_timer.device_timer_ctx", ("timer", "category")),
     Contract("sglang.srt.layers.radix_attention.AttentionType", ("DECODER", "DECODER_BIDIRECTIONAL", "ENCODER_ONLY")),
     Contract("sglang.srt.layers.radix_attention.RadixAttention"),
     Contract("sglang.srt.environ.envs.SGLANG_USE_SGL_FA3_KERNEL"),
@@ -184,6 +196,7 @@ WORKER = (
     Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_METHOD"),
     Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_TOKEN_MODE"),
     Contract("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",)),
+    Contract("sglang.srt.runtime_context.get_disagg"),
     Contract("sglang.srt.runtime_context.get_exec"),
     Contract("sglang.srt.runtime_context.get_spec"),
     Contract(
@@ -274,7 +287,7 @@ WORKER = (
     Contract("sglang.srt.model_executor.forward_batch_info.enable_num_token_non_padded"),
     Contract("sglang.srt.model_executor.forward_batch_info.ForwardMode", ("TARGET_VERIFY",)),
     Contract("sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode", ("FULL", "NULL")),
-    Contract("sglang.srt.model_executor.cuda_graph_config.Backend", ("DISABLED",)),
+    Contract("sglang.srt.model_executor.cuda_graph_config.Backend", ("DISABLED", "FULL")),
     Contract("sglang.srt.models.dflash.DFlashDraftModel.project_target_hidden", ("target_hidden",)),
     Contract("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool", ("is_quantized_kv_cache",)),
 )

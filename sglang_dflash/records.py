@@ -41,7 +41,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Block:
-    """The block to draft and the cache slots it may write. Filled by `host.rounds.open_block`."""
+    """The block to draft and the cache slots it may write. Filled by `host.draft_model.DraftModel.forward`."""
 
     ids_BK: torch.Tensor  # int64: anchor, then mask tokens
     positions_BK: torch.Tensor  # int64: seq_len, seq_len + 1, ...

@@ -4,8 +4,8 @@ A decode round (`DFlashWorker._decode`) reads top to bottom, each stage taking t
 
     read      the scheduler's batch                               -> Round
     choose    how many tokens of each block are verified          -> width
-    open      block = [anchor, mask, mask, ...] and its slots     -> Block
-    draft     one pass of the drafter over the whole block        -> Draft
+    draft     block = [anchor, mask, mask, ...] and its slots,    -> Block
+              one pass of the drafter over the whole block        -> Draft
     verify    one causal pass of the target over the block,
               its features injected into the drafter's cache,
               and its own token after each of the block's         -> Verified
@@ -140,12 +140,14 @@ class DFlashWorker(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
         runners = {"target": self.target.runner, "drafter": self.drafter.runner}
-        planned = [name for name, runner in runners.items() if attention.plan_once(runner)]
-        logger.info("Attention is planned once a pass for: %s.", ", ".join(planned) or "none, each layer plans its own")
+        self._planned = [name for name, runner in runners.items() if attention.plan_once(runner)]
+        logger.info(
+            "Attention is planned once a pass for: %s.", ", ".join(self._planned) or "none, each layer plans its own"
+        )
         self.target.init_graphs(self.injector.inject)
 
     def init_cuda_graphs(self) -> None:
-        self.drafter.init_graphs(self.proposer.score)
+        self.drafter.init_graphs(self.layout, self.proposer.score, planned="drafter" in self._planned)
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -182,8 +184,7 @@ class DFlashWorker(BaseSpecWorker):
     ) -> Any:
         round_ = rounds.read(batch, self.block_size, draws=self.proposer.draws)
         width = self.policy.choose(round_.num_requests)
-        block = rounds.open_block(round_, self.layout, self.target.runner.kv_index_translator)
-        self.drafter.forward(round_, block)
+        block = self.drafter.forward(round_)
         draft = self.proposer.propose(round_, block)
         verified = self.target.verify(batch, round_, block, draft, width, advance_grammars)
         accepted = self.acceptor.accept(round_, draft, verified)

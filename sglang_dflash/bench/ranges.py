@@ -36,6 +36,7 @@ MARKED: dict[Worker, dict[str, str]] = {
     "ours": {
         **_COMMON,
         "sglang_dflash.worker.DFlashWorker._decode": ROUND,
+        "sglang_dflash.host.draft_model.DraftModel.forward": DRAFT,
         "sglang_dflash.host.sampling.choose": ACCEPT,
         "sglang_dflash.host.sampling.distribution": ACCEPT,
         "sglang_dflash.accept.rejection.RejectionAcceptor.accept": ACCEPT,

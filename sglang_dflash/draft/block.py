@@ -18,14 +18,16 @@ class BlockLayout:
         self._req_to_token = req_to_token
         self._mask_token_id = mask_token_id
 
+    @property
+    def max_requests(self) -> int:
+        """Blocks there is room for."""
+        return self._buffers.max_requests
+
     def fill(
         self, anchor_B: torch.Tensor, seq_lens_B: torch.Tensor, rows_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, positions and slots, each int64 of shape (B, K), views of static buffers."""
-        num_requests = anchor_B.shape[0]
-        ids_BK = self._buffers.ids_BK[:num_requests]
-        positions_BK = self._buffers.positions_BK[:num_requests]
-        slots_BK = self._buffers.slots_BK[:num_requests]
+        """Lay out B blocks; returns `blocks(B)`. Capture-safe."""
+        ids_BK, positions_BK, slots_BK = self.blocks(anchor_B.shape[0])
         self._prepare_block(
             anchor_B,
             seq_lens_B,
@@ -37,3 +39,8 @@ class BlockLayout:
             slots_BK=slots_BK,
         )
         return ids_BK, positions_BK, slots_BK
+
+    def blocks(self, num_requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and slots of the blocks laid out last, each int64 (B, K), views of static buffers."""
+        buffers = self._buffers
+        return buffers.ids_BK[:num_requests], buffers.positions_BK[:num_requests], buffers.slots_BK[:num_requests]

@@ -13,11 +13,16 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker, make_draft_block_spec_info
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.host import arguments
+from sglang_dflash.draft.block import BlockLayout
+from sglang_dflash.host import arguments, draft_graphs, rounds
+from sglang_dflash.host.draft_graphs import DraftGraphs
 from sglang_dflash.host.target_model import TargetModel
 from sglang_dflash.host.weights import DrafterWeights
 from sglang_dflash.inject.features import DraftLayers
 from sglang_dflash.records import Block, Round
+
+# Of N tokens: the drafter's hidden states (N, H), and their ids (N).
+Score = Callable[[torch.Tensor, torch.Tensor], None]
 
 _DENSE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,11 +59,20 @@ class DraftModel:
         self._k_norm_LD = _stack_in_place([a.k_norm.weight for a in attention])
         self.weights = DrafterWeights(self.runner, arguments.drafter(server_args), quantized)
         self._spec_info = make_draft_block_spec_info(draft_token_num=block_size, device=self.runner.device)
-        self._score: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self._target_runner = target.runner
+        self._layout: BlockLayout | None = None
+        self._score: Score | None = None
+        self._graphs: DraftGraphs | None = None
 
-    def init_graphs(self, score: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Capture the drafter's graphs, each ending in `score(hidden (N, H), ids (N,))`."""
-        self._score = score
+    def init_graphs(self, layout: BlockLayout, score: Score, *, planned: bool) -> None:
+        """Capture the drafter's graphs, each ending in `score`.
+
+        Args:
+            planned: attention is planned on the device, see `host.attention`.
+        """
+        self._layout, self._score = layout, score
+        if planned and draft_graphs.serve():
+            self._graphs = DraftGraphs(self.runner, layout)
         capture = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         if capture:
             self.runner.capture_tail_hooks.append(
@@ -66,12 +80,23 @@ class DraftModel:
             )
         self.worker.init_cuda_graphs(capture_decode_cuda_graph=capture)
 
-    def forward(self, round_: Round, block: Block) -> None:
-        """Run the block through the drafter and score it: the block sees the injected context and, both ways, itself.
+    def forward(self, round_: Round) -> Block:
+        """Lay the round's blocks out, run them through the drafter and score them.
 
-        Its keys and values go to the block's slots and stay there until features are injected over them.
+        A block sees the injected context and, both ways, itself. Its keys and values go to its slots and stay there
+        until features are injected over them.
         """
-        assert self._score is not None, "init_graphs must run before the first round"
+        assert self._layout is not None, "init_graphs must run before the first round"
+        if self._graphs is not None and self._graphs.replay(round_):
+            return rounds.blocks(round_, self._layout, self._target_runner.kv_index_translator)
+        self._layout.fill(round_.anchor_B, round_.seq_lens_B, round_.rows_B)
+        block = rounds.blocks(round_, self._layout, self._target_runner.kv_index_translator)
+        self._run(round_, block)
+        return block
+
+    def _run(self, round_: Round, block: Block) -> None:
+        """The pass over blocks that are laid out, by SGLang."""
+        assert self._score is not None
         num_tokens = block.ids_BK.numel()
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,

@@ -44,9 +44,9 @@ def _temperature(info: Any) -> torch.Tensor | None:
     return torch.where(info.top_ks == 1, 0.0, info.temperatures[:, 0])
 
 
-def open_block(round_: Round, layout: BlockLayout, translator: Any) -> Block:
-    """Lay out the blocks and plan their cache slots with SGLang."""
-    ids_BK, positions_BK, slots_BK = layout.fill(round_.anchor_B, round_.seq_lens_B, round_.rows_B)
+def blocks(round_: Round, layout: BlockLayout, translator: Any) -> Block:
+    """The round's blocks, which are laid out, with SGLang's plan of their cache slots."""
+    ids_BK, positions_BK, slots_BK = layout.blocks(round_.num_requests)
     plan = translator.plan(
         req_pool_indices=round_.rows_B,
         seq_lens=round_.seq_lens_B,

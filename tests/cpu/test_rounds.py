@@ -89,7 +89,8 @@ def test_opening_a_block_plans_its_slots(rounds: Any) -> None:
 
     layout = BlockLayout(kernels.select(CPU), Buffers(2, K, CPU), torch.arange(2 * 30).view(2, 30).to(torch.int32), 3)
     round_ = rounds.read(decode_batch(rounds), K, draws=True)
-    block = rounds.open_block(round_, layout, SimpleNamespace(plan=plan))
+    layout.fill(round_.anchor_B, round_.seq_lens_B, round_.rows_B)
+    block = rounds.blocks(round_, layout, SimpleNamespace(plan=plan))
     assert block.plan == "the plan"
     assert block.ids_BK.tolist() == [[7] + [3] * (K - 1), [8] + [3] * (K - 1)]
     assert block.positions_BK[:, 0].tolist() == [4, 9]

@@ -141,6 +141,19 @@ WORKER = (
         "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend.replay",
         ("shape_key", "static_forward_batch"),
     ),
+    Contract(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_shared_read_ends",
+        ("attn_backend", "forward_mode"),
+    ),
+    Contract(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._publish_read_done",
+        ("in_graph",),
+    ),
+    Contract("sglang.srt.model_executor.cuda_graph_buffer_registry.CudaGraphBufferRegistry.slot_names"),
+    Contract("sglang.srt.layers.attention.base_attn_backend.SharedReadEnds", ("IN_REPLAY",)),
+    Contract("sglang.srt.state_capturer.indexer_topk.get_global_indexer_capturer"),
+    Contract("sglang.srt.state_capturer.routed_experts.get_global_experts_capturer"),
+    Contract("sglang.srt.debug_utils.dumper.dumper"),
     Contract("sglang.srt.utils.device_timer.device_timer_ctx", ("timer", "category")),
     Contract("sglang.srt.layers.radix_attention.AttentionType", ("DECODER", "DECODER_BIDIRECTIONAL", "ENCODER_ONLY")),
     Contract("sglang.srt.layers.radix_attention.RadixAttention"),
@@ -196,7 +209,6 @@ WORKER = (
     Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_METHOD"),
     Contract("sglang.srt.speculative.spec_utils.SIMULATE_ACC_TOKEN_MODE"),
     Contract("sglang.srt.configs.hybrid_arch.mambaish_config", ("model_config",)),
-    Contract("sglang.srt.runtime_context.get_disagg"),
     Contract("sglang.srt.runtime_context.get_exec"),
     Contract("sglang.srt.runtime_context.get_spec"),
     Contract(

@@ -43,8 +43,9 @@ from sglang_dflash.accept.rejection import RejectionAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import head, proposer
 from sglang_dflash.draft.block import BlockLayout
-from sglang_dflash.host import arguments, attention, rounds
+from sglang_dflash.host import arguments, attention, round_graphs, rounds
 from sglang_dflash.host.draft_model import DraftModel
+from sglang_dflash.host.round_graphs import RoundGraphs
 from sglang_dflash.host.target_model import TargetModel
 from sglang_dflash.inject.features import FeatureInjector
 from sglang_dflash.policy.fixed import FixedWidth
@@ -115,7 +116,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def _build_stages(self) -> None:
         ops, settings = self._ops, self._settings
-        buffers = Buffers(self._max_requests(), self.block_size, self.device)
+        self._buffers = buffers = Buffers(self._max_requests(), self.block_size, self.device)
         self.layout = BlockLayout(ops, buffers, self.req_to_token_pool.req_to_token, self._mask_token_id)
         self.proposer = proposer.make(settings.proposer, ops, buffers, self.head)
         self.acceptor = _make_acceptor(ops, buffers)
@@ -140,14 +141,21 @@ class DFlashWorker(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
         runners = {"target": self.target.runner, "drafter": self.drafter.runner}
-        self._planned = [name for name, runner in runners.items() if attention.plan_once(runner)]
+        planned = [name for name, runner in runners.items() if attention.plan_once(runner)]
+        self._graphs = None
+        if len(planned) == len(runners) and round_graphs.serve(*runners.values()):
+            self._graphs = RoundGraphs(self.drafter.runner, self.target.runner, self.layout, self._buffers.drafted_BK)
         logger.info(
-            "Attention is planned once a pass for: %s.", ", ".join(self._planned) or "none, each layer plans its own"
+            "Attention is planned once a pass for: %s. A round's passes are replayed by %s.",
+            ", ".join(planned) or "none, each layer plans its own",
+            "SGLang" if self._graphs is None else "sglang-dflash",
         )
-        self.target.init_graphs(self.injector.inject)
+        self.target.init_graphs(self.injector.inject, self._graphs)
 
     def init_cuda_graphs(self) -> None:
-        self.drafter.init_graphs(self.layout, self.proposer.score, planned="drafter" in self._planned)
+        self.drafter.init_graphs(self.layout, self.proposer.score, self._graphs)
+        if self._graphs is not None:
+            self._graphs.check()
 
     # -- step ----------------------------------------------------------------------------------------------------
 

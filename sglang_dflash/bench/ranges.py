@@ -1,7 +1,8 @@
 """Marks a worker's stages for the profiler: a named range around each function that is a stage.
 
 Only an engine that `bench profile` starts has them (SGLANG_DFLASH_RANGES); no other runs a line of this. Ours and the
-built-in worker call the same functions of SGLang for the two forward passes, and these are marked for both:
+built-in worker call the same functions of SGLang for the two forward passes, and these are marked for both; ours may
+replay their graphs itself (`host.round_graphs`):
 
     round    one decode step of the worker
     draft    the drafter's forward pass          head     the draft head, where it runs outside of the drafter's graph
@@ -37,6 +38,7 @@ MARKED: dict[Worker, dict[str, str]] = {
         **_COMMON,
         "sglang_dflash.worker.DFlashWorker._decode": ROUND,
         "sglang_dflash.host.draft_model.DraftModel.forward": DRAFT,
+        "sglang_dflash.host.round_graphs.RoundGraphs.verify": VERIFY,
         "sglang_dflash.host.sampling.choose": ACCEPT,
         "sglang_dflash.host.sampling.distribution": ACCEPT,
         "sglang_dflash.accept.rejection.RejectionAcceptor.accept": ACCEPT,

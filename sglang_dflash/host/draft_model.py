@@ -14,8 +14,8 @@ from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker, ma
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.draft.block import BlockLayout
-from sglang_dflash.host import arguments, draft_graphs, rounds
-from sglang_dflash.host.draft_graphs import DraftGraphs
+from sglang_dflash.host import arguments, rounds
+from sglang_dflash.host.round_graphs import RoundGraphs
 from sglang_dflash.host.target_model import TargetModel
 from sglang_dflash.host.weights import DrafterWeights
 from sglang_dflash.inject.features import DraftLayers
@@ -62,17 +62,11 @@ class DraftModel:
         self._target_runner = target.runner
         self._layout: BlockLayout | None = None
         self._score: Score | None = None
-        self._graphs: DraftGraphs | None = None
+        self._graphs: RoundGraphs | None = None
 
-    def init_graphs(self, layout: BlockLayout, score: Score, *, planned: bool) -> None:
-        """Capture the drafter's graphs, each ending in `score`.
-
-        Args:
-            planned: attention is planned on the device, see `host.attention`.
-        """
-        self._layout, self._score = layout, score
-        if planned and draft_graphs.serve():
-            self._graphs = DraftGraphs(self.runner, layout)
+    def init_graphs(self, layout: BlockLayout, score: Score, graphs: RoundGraphs | None) -> None:
+        """Capture the drafter's graphs, each ending in `score`; `graphs` replays them, or SGLang."""
+        self._layout, self._score, self._graphs = layout, score, graphs
         capture = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         if capture:
             self.runner.capture_tail_hooks.append(
@@ -87,15 +81,20 @@ class DraftModel:
         until features are injected over them.
         """
         assert self._layout is not None, "init_graphs must run before the first round"
-        if self._graphs is not None and self._graphs.replay(round_):
-            return rounds.blocks(round_, self._layout, self._target_runner.kv_index_translator)
+        if self._graphs is not None and self._graphs.hold(round_.num_requests):
+            self._graphs.draft(round_)
+            return self._blocks(round_)
         self._layout.fill(round_.anchor_B, round_.seq_lens_B, round_.rows_B)
-        block = rounds.blocks(round_, self._layout, self._target_runner.kv_index_translator)
+        block = self._blocks(round_)
         self._run(round_, block)
         return block
 
+    def _blocks(self, round_: Round) -> Block:
+        assert self._layout is not None
+        return rounds.blocks(round_, self._layout, self._target_runner.kv_index_translator)
+
     def _run(self, round_: Round, block: Block) -> None:
-        """The pass over blocks that are laid out, by SGLang."""
+        """The pass over blocks that are laid out, as SGLang runs it."""
         assert self._score is not None
         num_tokens = block.ids_BK.numel()
         forward_batch = ForwardBatch(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_exec
@@ -14,6 +15,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.host import grammar, sampling
 from sglang_dflash.host.penalties import Penalties
 from sglang_dflash.host.processors import LogitProcessors
+from sglang_dflash.host.round_graphs import RoundGraphs
 from sglang_dflash.records import Accepted, Block, Draft, Round, Verified
 
 # Of N tokens: their features (N, D), positions (N) and cache slots (N).
@@ -33,14 +35,17 @@ class TargetModel:
         self._embedding_scale = 1.0 if scale is None else float(scale())
         self._mask: tuple[int, torch.Tensor] | None = None
         self._inject: Inject | None = None
+        self._graphs: RoundGraphs | None = None
 
-    def init_graphs(self, inject: Inject) -> None:
+    def init_graphs(self, inject: Inject, graphs: RoundGraphs | None) -> None:
         """Let every pass over blocks end in `inject`, inside the graphs that SGLang captures next.
+
+        `graphs` replays them, or SGLang.
 
         It takes all of a block's tokens: which of them are accepted is not known yet, and need not be. A rejected
         token's slot lies past the committed length, where the next round's block is written before anything reads it.
         """
-        self._inject = inject
+        self._inject, self._graphs = inject, graphs
         if get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED:
             self.runner.capture_tail_hooks.append(
                 lambda runner, out, forward_batch, num_tokens: inject(
@@ -135,6 +140,8 @@ class TargetModel:
     def _forward(self, batch: Any, round_: Round, block: Block, tokens_BW: torch.Tensor) -> Any:
         """The blocks on top of the cached prefixes; SGLang's result."""
         width = tokens_BW.shape[1]
+        if self._graphs is not None and width == block.ids_BK.shape[1] and self._graphs.hold(round_.num_requests):
+            return GenerationBatchResult(logits_output=self._graphs.verify(tokens_BW), can_run_cuda_graph=True)
         batch.out_cache_loc = block.slots_BK[:, :width].reshape(-1)
         batch.seq_lens_cpu = round_.seq_lens_bound_cpu_B
         batch.seq_lens_sum = round_.seq_lens_bound_sum

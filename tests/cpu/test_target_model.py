@@ -48,7 +48,7 @@ def a_target(injected: Injected, backend: Backend, monkeypatch: pytest.MonkeyPat
     model = SimpleNamespace(get_input_embeddings=lambda: None)
     runner = SimpleNamespace(model=model, model_config=SimpleNamespace(vocab_size=V), capture_tail_hooks=[])
     made = TargetModel(SimpleNamespace(model_runner=runner, device="cpu"))
-    made.init_graphs(injected)
+    made.init_graphs(injected, None)
     return made
 
 
@@ -98,3 +98,43 @@ def test_a_captured_pass_injects_all_of_its_tokens(target: TargetModel, injected
 
 def test_without_graphs_there_is_no_hook(injected: Injected, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not a_target(injected, Backend.DISABLED, monkeypatch).runner.capture_tail_hooks
+
+
+class Graphs:
+    """Captured passes for at most `max_requests`, which note what they verify."""
+
+    def __init__(self, max_requests: int) -> None:
+        self.max_requests = max_requests
+        self.verified: list[torch.Tensor] = []
+
+    def hold(self, num_requests: int) -> bool:
+        return num_requests <= self.max_requests
+
+    def verify(self, tokens_BK: torch.Tensor) -> Any:
+        self.verified.append(tokens_BK)
+        return "output"
+
+
+@pytest.mark.parametrize(("max_requests", "width", "replayed"), [(B, K, True), (B, W, False), (B - 1, K, False)])
+def test_whole_blocks_are_verified_by_the_rounds_graphs_and_all_else_by_sglang(
+    max_requests: int, width: int, replayed: bool, injected: Injected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = a_target(injected, Backend.FULL, monkeypatch)
+    graphs = Graphs(max_requests)
+    target.init_graphs(injected, graphs)  # type: ignore[arg-type]
+    ids_BK = torch.arange(B * K).view(B, K)
+    lens = torch.tensor([4, 9])
+
+    def prepare(self: Any, batch: Any, worker: Any, defer_metadata_init: bool) -> Any:
+        return "forward batch", True
+
+    monkeypatch.setattr(target_model.DFlashVerifyInput, "prepare_for_verify", prepare)
+    target.worker.forward_batch_generation = lambda batch, forward_batch, is_verify: (forward_batch, is_verify)
+    round_ = Round(lens, lens, lens, lens, 13, ("a", "b"))
+    result = target._forward(SimpleNamespace(), round_, Block(ids_BK, ids_BK, ids_BK, None), ids_BK[:, :width])
+    if replayed:
+        assert [tokens_BK.tolist() for tokens_BK in graphs.verified] == [ids_BK.tolist()]
+        assert (result.logits_output, result.can_run_cuda_graph) == ("output", True)
+    else:
+        assert not graphs.verified
+        assert result == ("forward batch", True)

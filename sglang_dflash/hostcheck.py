@@ -234,6 +234,14 @@ WORKER = (
             "indexer_topk_output",
         ),
     ),
+    Contract(
+        "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits",
+        ("self", "hidden_states", "lm_head", "logits_metadata", "embedding_bias", "use_logits_buffer"),
+        exact=True,
+    ),
+    Contract(
+        "sglang.srt.layers.logits_processor.should_apply_lm_head_quant_method", ("lm_head", "quant_method"), exact=True
+    ),
     Contract("sglang.srt.layers.logits_processor.LogitsProcessorOutput", ("next_token_logits",)),
     Contract(
         "sglang.srt.layers.logprob_processor.compute_spec_logprobs",

@@ -45,6 +45,7 @@ from sglang_dflash.draft import head, proposer
 from sglang_dflash.draft.block import BlockLayout
 from sglang_dflash.host import arguments, attention, round_graphs, rounds
 from sglang_dflash.host.draft_model import DraftModel
+from sglang_dflash.host.head_logits import GreedyChoices
 from sglang_dflash.host.round_graphs import RoundGraphs
 from sglang_dflash.host.target_model import TargetModel
 from sglang_dflash.inject.features import FeatureInjector
@@ -121,6 +122,7 @@ class DFlashWorker(BaseSpecWorker):
         self.proposer = proposer.make(settings.proposer, ops, buffers, self.head)
         self.acceptor = _make_acceptor(ops, buffers)
         self.injector = FeatureInjector(ops, self.drafter.layers())
+        self._choices = GreedyChoices(ops, buffers.max_requests, self.block_size, self.device)
         logger.info(
             "sglang-dflash %s: DFlashWorker serves DFLASH (block %d, %d layers, mask token %d, proposer %s, %s head of "
             "%s tokens, %s ops).",
@@ -150,7 +152,7 @@ class DFlashWorker(BaseSpecWorker):
             ", ".join(planned) or "none, each layer plans its own",
             "SGLang" if self._graphs is None else "sglang-dflash",
         )
-        self.target.init_graphs(self.injector.inject, self._graphs)
+        self.target.init_graphs(self.injector.inject, self._choices, self._graphs)
 
     def init_cuda_graphs(self) -> None:
         self.drafter.init_graphs(self.layout, self.proposer.score, self._graphs)

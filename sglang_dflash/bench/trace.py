@@ -2,9 +2,10 @@
 
 On a GPU a kernel belongs to the stage that launched it: the profiler gives a kernel and its launch one correlation, and
 the launch stands inside a range of `ranges` on the host. All kernels of a CUDA graph share the graph's launch; so what
-ends a graph is told apart by name: the draft head starts at the last matrix product before the argmax in the drafter's
-graph, injection at the second last before features are stored in the target's. Where kernels overlap, the one that
-started first has the time. A gap is charged to the kernel that ends it.
+ends a graph is told apart by name. The draft head starts at the last matrix product before the argmax in the drafter's
+graph. In the target's, injection starts at the second last before features are stored, and the argmax before it belongs
+to acceptance. Where kernels overlap, the one that started first has the time. A gap is charged to the kernel that ends
+it.
 
 On a CPU there are no kernels, and a stage's time is that of its ranges.
 """
@@ -34,6 +35,7 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ARGMAX = re.compile(r"argmax|_split_kernel|_combine_kernel|top1", re.IGNORECASE)
 # Norms in CUTLASS's own language have its name too.
 _PRODUCT = re.compile(r"^(?!.*norm).*(gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|fp8_logits)", re.IGNORECASE)
+_TOP1 = re.compile(r"^_(split|combine)_kernel$")  # this package's argmax
 _STORE = re.compile(r"store_features")
 _SPLIT_SUM = re.compile(r"splitkreduce", re.IGNORECASE)  # the second kernel of a product split over its inner dimension
 
@@ -199,6 +201,9 @@ def _device_times(
     head = _split_tail(chosen, names, ranges.DRAFT, ranges.HEAD, _ARGMAX, 1)
     # The projection of the features, then keys and values of all layers.
     _split_tail(chosen, names, ranges.VERIFY, ranges.INJECT, _STORE, 2)
+    for number, kernel in enumerate(chosen):
+        if names[number] == ranges.VERIFY and _TOP1.search(kernel.name):
+            names[number] = ranges.ACCEPT
     if not head and ranges.HEAD not in names:
         notes.append("the draft head could not be told from the drafter's layers by its kernels: draft holds both")
     if num := names.count(UNATTRIBUTED):

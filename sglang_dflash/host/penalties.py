@@ -90,6 +90,10 @@ class Penalties:
             # Rows of one tensor: it lives as long as one of them, which is a round.
             output.frequency_V, output.said_V = said.frequency_V[row], said.said_V[row]
 
+    def asked(self, reqs: Sequence[Any]) -> bool:
+        """Whether a request of the batch changes its logits by what it has said."""
+        return bool(self._asking(reqs))
+
     def _asking(self, reqs: Sequence[Any]) -> list[int]:
         # A round looks at no request while none of all that run asks for anything.
         return [i for i, req in enumerate(reqs) if _asks(req)] if self._outputs else []

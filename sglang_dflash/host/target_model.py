@@ -12,7 +12,8 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_dflash.host import grammar, sampling
+from sglang_dflash.host import grammar, head_logits, sampling
+from sglang_dflash.host.head_logits import GreedyChoices
 from sglang_dflash.host.penalties import Penalties
 from sglang_dflash.host.processors import LogitProcessors
 from sglang_dflash.host.round_graphs import RoundGraphs
@@ -35,23 +36,27 @@ class TargetModel:
         self._embedding_scale = 1.0 if scale is None else float(scale())
         self._mask: tuple[int, torch.Tensor] | None = None
         self._inject: Inject | None = None
+        self._choices: GreedyChoices | None = None
         self._graphs: RoundGraphs | None = None
 
-    def init_graphs(self, inject: Inject, graphs: RoundGraphs | None) -> None:
-        """Let every pass over blocks end in `inject`, inside the graphs that SGLang captures next.
+    def init_graphs(self, inject: Inject, choices: GreedyChoices, graphs: RoundGraphs | None) -> None:
+        """Let every pass over blocks end in `choices` and `inject`, inside the graphs that SGLang captures next.
 
         `graphs` replays them, or SGLang.
 
         It takes all of a block's tokens: which of them are accepted is not known yet, and need not be. A rejected
         token's slot lies past the committed length, where the next round's block is written before anything reads it.
         """
-        self._inject, self._graphs = inject, graphs
-        if get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED:
-            self.runner.capture_tail_hooks.append(
-                lambda runner, out, forward_batch, num_tokens: inject(
-                    out.hidden_states, forward_batch.positions, forward_batch.out_cache_loc
-                )
-            )
+        self._inject, self._choices, self._graphs = inject, choices, graphs
+        if get_exec().graph.cuda_graph_config.decode.backend == Backend.DISABLED:
+            return
+        head_logits.keep_dtype(self.runner)
+
+        def end(runner: Any, out: Any, forward_batch: Any, num_tokens: int) -> None:
+            choices.score(out.next_token_logits)
+            inject(out.hidden_states, forward_batch.positions, forward_batch.out_cache_loc)
+
+        self.runner.capture_tail_hooks.append(end)
 
     def head(self) -> torch.Tensor:
         """The language-model head (V, H) without padded rows, which the drafter shares.
@@ -110,9 +115,12 @@ class TargetModel:
         result = self._forward(batch, round_, block, tokens_BW)
         features_ND = _take_features(result.logits_output)
         assert self._inject is not None, "init_graphs must run before the first round"
+        assert self._choices is not None
         if not result.can_run_cuda_graph:
             self._inject(features_ND, positions_BW.reshape(-1), block.slots_BK[:, :width].reshape(-1))
-        logits_NV = result.logits_output.next_token_logits
+        elif self._all_argmax(batch, draft):
+            return Verified(self._choices.tokens(*tokens_BW.shape), None, width, result)
+        logits_NV = result.logits_output.next_token_logits = result.logits_output.next_token_logits.float()
         logits_BWV = logits_NV.view(*positions_BW.shape, -1)
         # The order is that of SGLang's plain decoding.
         self._penalties.apply(batch.reqs, tokens_BW, positions_BW, logits_BWV)
@@ -128,6 +136,19 @@ class TargetModel:
                 self.runner, batch.sampling_info, logits_NV, positions_BW, keep_logits=batch.return_logprob
             )
         return Verified(choices_BW, p_BWV, width, result)
+
+    def _all_argmax(self, batch: Any, draft: Draft) -> bool:
+        """Whether a round wants the argmax of the target's logits and nothing else of them."""
+        info = batch.sampling_info
+        return (
+            info.is_all_greedy
+            and draft.q is None
+            and not batch.return_logprob
+            and not batch.has_grammar
+            and info.logit_bias is None
+            and not info.has_custom_logit_processor
+            and not self._penalties.asked(batch.reqs)
+        )
 
     def commit(self, batch: Any, accepted: Accepted) -> None:
         """Note what a round committed, for options that depend on the output."""

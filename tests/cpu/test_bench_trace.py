@@ -188,6 +188,19 @@ def test_injection_in_the_targets_graph_is_told_by_its_kernels(tmp_path: Path) -
     assert stages["inject"].busy_ms == pytest.approx(0.04 + 0.05)
 
 
+def test_the_targets_argmax_in_its_graph_is_acceptance(tmp_path: Path) -> None:
+    """Attention that splits its keys has a kernel of a like name."""
+    result = trace.read(write(tmp_path, rounds(host_round) + rounds(device_round)))
+    names = ("FlashAttnFwdCombine_kernel", "_split_kernel", "_combine_kernel")
+    events = []
+    for i in range(NUM_ROUNDS):
+        c, device = 100 * i + 3, i * ROUND_US + 700  # of the target's graph
+        events += [kernel(name, c, device + 2 * j, device + 2 * j + 2) for j, name in enumerate(names)]
+    more = trace.read(write(tmp_path, rounds(host_round) + rounds(device_round) + events))
+    added = {name: more.stages[name].num_kernels - stage.num_kernels for name, stage in result.stages.items()}
+    assert added == {**dict.fromkeys(added, 0), "verify": 1, "accept": 2}
+
+
 def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
     events = rounds(host_round) + rounds(device_round, "another head's kernel")
     lost = [e for e in events if e.get("cat") == "cuda_runtime" and e["args"]["correlation"] % 100 == 5]

@@ -151,6 +151,7 @@ WORKER = (
     ),
     Contract("sglang.srt.model_executor.cuda_graph_buffer_registry.CudaGraphBufferRegistry.slot_names"),
     Contract("sglang.srt.layers.attention.base_attn_backend.SharedReadEnds", ("IN_REPLAY",)),
+    Contract("sglang.srt.layers.moe.utils.get_moe_a2a_backend"),
     Contract("sglang.srt.state_capturer.indexer_topk.get_global_indexer_capturer"),
     Contract("sglang.srt.state_capturer.routed_experts.get_global_experts_capturer"),
     Contract("sglang.srt.debug_utils.dumper.dumper"),

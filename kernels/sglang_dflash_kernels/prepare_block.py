@@ -49,7 +49,7 @@ def _prepare_block_kernel(
     tl.store(positions_ptr + request * positions_stride + lane, position, mask=in_block)
 
     row = tl.load(rows_ptr + request).to(tl.int64)
-    in_table = in_block & (position < max_context)
+    in_table = in_block & (position < max_context) & (row > 0)
     slot = tl.load(req_to_token_ptr + row * table_stride + position, mask=in_table, other=0).to(tl.int64)
     tl.store(slots_ptr + request * slots_stride + lane, slot, mask=in_block)
 

@@ -8,6 +8,7 @@ out, the target's takes the tokens where the drafter's left them, and what a pas
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from sglang.srt.debug_utils.dumper import dumper
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_batch_info import enable_num_token_non_padded as counts_real_tokens
@@ -44,6 +46,7 @@ def serve(*runners: Any) -> bool:
         execution.graph.cuda_graph_config.decode.backend == Backend.FULL
         and not execution.overlap.enable_two_batch_overlap
         and execution.moe.expert_distribution_recorder_mode is None
+        and get_moe_a2a_backend().is_none()
         and not counts_real_tokens()
         and get_global_experts_capturer() is None
         and get_global_indexer_capturer() is None
@@ -73,11 +76,17 @@ class RoundGraphs:
             drafted_BK: static; where the proposer's `score` leaves the blocks to verify.
         """
         self._drafted_BK = drafted_BK
-        # Of a padded row all are 0: row 0 of SGLang's request-to-token table is for padding, and so is slot 0 in it.
+        # Of a padded row all are 0: row 0 of SGLang's request-to-token table is nobody's, and neither is slot 0.
+        self._layout = layout
         self._inputs_3B = torch.zeros((3, layout.max_requests), dtype=torch.int64, device=drafted_BK.device)
         lens_B, rows_B = self._inputs_3B[1:]
-        self._draft = _Passes(drafter, lambda n: layout.fill(*self._inputs_3B[:, :n]), lens_B, rows_B)
-        self._verify = _Passes(target, lambda n: (drafted_BK[:n], *layout.blocks(n)[1:]), lens_B, rows_B)
+        self._draft = _Passes(drafter, lambda n: layout.fill(*self._inputs_3B[:, :n]), lens_B, rows_B, self._clear)
+        self._verify = _Passes(target, lambda n: (drafted_BK[:n], *layout.blocks(n)[1:]), lens_B, rows_B, self._clear)
+
+    def _clear(self) -> None:
+        """Make all rows padding."""
+        self._inputs_3B.zero_()
+        self._layout.fill(*self._inputs_3B)
 
     def check(self) -> None:
         """After both are captured: the target's graphs read what the drafter's have laid out."""
@@ -104,8 +113,10 @@ class RoundGraphs:
         if tokens_BK.data_ptr() != self._drafted_BK.data_ptr():
             self._drafted_BK[:num_requests].copy_(tokens_BK)
         output = self._verify.replay(num_requests)
-        return LogitsProcessorOutput(
-            next_token_logits=output.next_token_logits[:num_tokens], hidden_states=output.hidden_states[:num_tokens]
+        return dataclasses.replace(
+            output,
+            next_token_logits=output.next_token_logits[:num_tokens],
+            hidden_states=output.hidden_states[:num_tokens],
         )
 
 
@@ -113,13 +124,24 @@ class _Passes:
     """One model's captured passes over blocks."""
 
     def __init__(
-        self, runner: Any, blocks: Callable[[int], Blocks], lens_B: torch.Tensor, rows_B: torch.Tensor
+        self,
+        runner: Any,
+        blocks: Callable[[int], Blocks],
+        lens_B: torch.Tensor,
+        rows_B: torch.Tensor,
+        clear: Callable[[], None],
     ) -> None:
-        """Of a runner of SGLang's; `blocks(n)` gives n static blocks and may launch what fills them."""
+        """Of a runner of SGLang's.
+
+        Args:
+            blocks: n static blocks; may launch what fills them.
+            clear: make all rows padding.
+        """
         self._runner = runner
         self._blocks = blocks
         self._lens_B = lens_B
         self._rows_B = rows_B
+        self._clear = clear
         runner.capture_head_hooks.append(self._begin)
 
     @property
@@ -131,6 +153,10 @@ class _Passes:
         """What a graph begins with. The layers after it read the blocks where they are laid out."""
         others = set(graphs.buffer_registry.slot_names()) - _INPUTS - _UNREAD
         assert not others, f"graphs of {type(self._runner.model).__name__} have inputs that no round fills: {others}"
+        if not torch.cuda.is_current_stream_capturing():
+            # SGLang runs a pass before it captures one, and captures anew in a server that has served: the slots of its
+            # last round may be others' by now.
+            self._clear()
         size = forward_batch.batch_size
         ids_BK, positions_BK, slots_BK = self._blocks(size)
         forward_batch.input_ids = ids_BK.view(-1)

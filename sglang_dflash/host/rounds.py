@@ -74,6 +74,8 @@ def result(batch: Any, accepted: Accepted, verified: Verified) -> GenerationBatc
     forward = verified.host_result
     if batch.return_logprob:
         compute_spec_logprobs(batch, forward.logits_output, accepted.tokens_BW.reshape(-1), chain_stride=verified.width)
+    # The scheduler holds a result for a round more, and reads no logits of it.
+    forward.logits_output.next_token_logits = None
     return GenerationBatchResult(
         logits_output=forward.logits_output,
         next_token_ids=accepted.tokens_BW.reshape(-1),

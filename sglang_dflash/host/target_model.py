@@ -42,10 +42,9 @@ class TargetModel:
     def init_graphs(self, inject: Inject, choices: GreedyChoices, graphs: RoundGraphs | None) -> None:
         """Let every pass over blocks end in `choices` and `inject`, inside the graphs that SGLang captures next.
 
-        `graphs` replays them, or SGLang.
-
-        It takes all of a block's tokens: which of them are accepted is not known yet, and need not be. A rejected
-        token's slot lies past the committed length, where the next round's block is written before anything reads it.
+        `graphs` replays them, or SGLang. Injection takes all of a block's tokens: which of them are accepted is not
+        known yet, and need not be. A rejected token's slot lies past the committed length, where the next round's block
+        is written before anything reads it.
         """
         self._inject, self._choices, self._graphs = inject, choices, graphs
         if get_exec().graph.cuda_graph_config.decode.backend == Backend.DISABLED:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 import sglang_dflash_kernels as kernels
@@ -53,7 +54,8 @@ class Runner:
         hook(self, self.seen)
         num_tokens = key[1] * K
         logits = torch.arange(num_tokens * VOCAB).view(num_tokens, VOCAB)
-        return SimpleNamespace(next_token_logits=logits, hidden_states=torch.arange(num_tokens * FEATURES).view(-1, 3))
+        features = torch.arange(num_tokens * FEATURES).view(num_tokens, FEATURES)
+        return LogitsProcessorOutput(next_token_logits=logits, hidden_states=features, customized_info={"kept": []})
 
     def init_forward_metadata_out_graph(self, forward_batch: Any) -> None:
         """Attention of each request: its row of the table, up to its length and a block."""
@@ -71,12 +73,18 @@ class Runner:
         self.published += 1
 
 
+@pytest.fixture(autouse=True)
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a graph is being captured: what stands last."""
+    states = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: states[-1])
+    return states
+
+
 @pytest.fixture
 def table() -> torch.Tensor:
-    """Request to token; its first row is for padding."""
-    table = torch.randperm(ROWS * LONGEST).add(1).view(ROWS, LONGEST).to(torch.int32)
-    table[0] = 0
-    return table
+    """Request to token; its first row is nobody's, and what stands in it is not for reading."""
+    return torch.randperm(ROWS * LONGEST).add(1).view(ROWS, LONGEST).to(torch.int32)
 
 
 @pytest.fixture
@@ -139,6 +147,7 @@ def test_both_passes_read_the_rounds_blocks_and_padding_touches_no_request(
             assert slots_BK[i].tolist() == table[row, length : length + K].tolist()
         output = graphs.verify(buffers.drafted_BK[:n])
         assert output.next_token_logits.tolist() == torch.arange(n * K * VOCAB).view(-1, VOCAB).tolist()
+        assert output.customized_info == {"kept": []}
         assert output.hidden_states.tolist() == torch.arange(n * K * FEATURES).view(-1, FEATURES).tolist()
         ids = {drafter: layout.blocks(size)[0], target: buffers.drafted_BK[:size]}
         for runner in (drafter, target):
@@ -155,6 +164,22 @@ def test_both_passes_read_the_rounds_blocks_and_padding_touches_no_request(
             assert seen.metadata[:n] == [(row, length + K) for _, length, row in zip(*fields, strict=True)]
             assert seen.metadata[n:] == [(0, K)] * (size - n)
             assert not seen.out_cache_loc[n * K :].any(), "a padded row writes to a slot of a request"
+
+
+@pytest.mark.parametrize("passes", ["_draft", "_verify"])
+def test_a_pass_before_its_capture_touches_no_request(
+    passes: str, graphs: RoundGraphs, drafter: Runner, target: Runner, buffers: Buffers, capturing: list[bool]
+) -> None:
+    """SGLang may capture anew in a server that has served: rounds of many and of one, then the largest graph's pass."""
+    for lens in ([3, 30, 7, 0, 12], [17]):
+        graphs.draft(a_round(lens, lens, [4, 2, 6, 1, 5][: len(lens)]))
+        graphs.verify(buffers.drafted_BK[: len(lens)])
+    capturing.append(False)
+    getattr(graphs, passes).replay(max(CAPTURED))
+    seen = (drafter if passes == "_draft" else target).seen
+    assert not seen.out_cache_loc.any()
+    assert seen.metadata == [(0, K)] * max(CAPTURED)
+    assert seen.positions.view(-1, K).tolist() == [list(range(K))] * max(CAPTURED)
 
 
 def test_tokens_that_a_proposer_keeps_elsewhere_are_verified(
@@ -211,6 +236,7 @@ def test_a_graph_with_an_input_of_another_kind_is_not_captured(
         graphs.verify(buffers.drafted_BK[:1])
 
 
+@pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize(
     "changed",
     [
@@ -220,6 +246,7 @@ def test_a_graph_with_an_input_of_another_kind_is_not_captured(
         {"overlap": True},
         {"recorder": "stat"},
         {"counts": True},
+        {"a2a": "deepep"},
         {"experts": object()},
         {"indexer": object()},
         {"dumper": True},
@@ -230,10 +257,12 @@ def test_a_graph_with_an_input_of_another_kind_is_not_captured(
         {"model": SimpleNamespace(prepare_for_forward=print)},
     ],
 )
-def test_which_models_graphs_are_replayed_so(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_models_graphs_are_replayed_so(
+    changed: dict[str, Any], position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {"backend": Backend.FULL, "overlap": False, "recorder": None, "counts": False, "experts": None}
     given |= {"indexer": None, "dumper": False, "canary": None, "debugger": None, "mrope": False, "ngram": False}
-    given |= {"model": object(), **changed}
+    given |= {"model": object(), "a2a": "none", **changed}
     execution = SimpleNamespace(
         graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=given["backend"]))),
         overlap=SimpleNamespace(enable_two_batch_overlap=given["overlap"]),
@@ -241,6 +270,8 @@ def test_which_models_graphs_are_replayed_so(changed: dict[str, Any], monkeypatc
     )
     monkeypatch.setattr(round_graphs, "get_exec", lambda: execution)
     monkeypatch.setattr(round_graphs, "counts_real_tokens", lambda: given["counts"])
+    a2a = SimpleNamespace(is_none=lambda: given["a2a"] == "none")
+    monkeypatch.setattr(round_graphs, "get_moe_a2a_backend", lambda: a2a)
     monkeypatch.setattr(round_graphs, "get_global_experts_capturer", lambda: given["experts"])
     monkeypatch.setattr(round_graphs, "get_global_indexer_capturer", lambda: given["indexer"])
     monkeypatch.setattr(round_graphs, "dumper", SimpleNamespace(may_enable=given["dumper"]))
@@ -255,4 +286,6 @@ def test_which_models_graphs_are_replayed_so(changed: dict[str, Any], monkeypatc
             model=plain["model"],
         )
 
-    assert round_graphs.serve(runner(), runner(**given)) is (not changed)
+    runners = [runner(), runner()]
+    runners[position] = runner(**given)
+    assert round_graphs.serve(*runners) is (not changed)

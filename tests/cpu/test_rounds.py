@@ -30,7 +30,7 @@ def decode_batch(rounds: Any, **fields: Any) -> Any:
         spec_info=rounds.next_input(bonus, lens),
         seq_lens=lens,
         seq_lens_cpu=torch.tensor([3, 9]),
-        req_pool_indices=torch.tensor([1, 0]),
+        req_pool_indices=torch.tensor([2, 1]),
         reqs=[SimpleNamespace(rid="a"), SimpleNamespace(rid="b")],
         sampling_info=SimpleNamespace(is_all_greedy=True),
     )
@@ -87,14 +87,14 @@ def test_opening_a_block_plans_its_slots(rounds: Any) -> None:
         asked.update(arguments)
         return "the plan"
 
-    layout = BlockLayout(kernels.select(CPU), Buffers(2, K, CPU), torch.arange(2 * 30).view(2, 30).to(torch.int32), 3)
+    layout = BlockLayout(kernels.select(CPU), Buffers(2, K, CPU), torch.arange(3 * 30).view(3, 30).to(torch.int32), 3)
     round_ = rounds.read(decode_batch(rounds), K, draws=True)
     layout.fill(round_.anchor_B, round_.seq_lens_B, round_.rows_B)
     block = rounds.blocks(round_, layout, SimpleNamespace(plan=plan))
     assert block.plan == "the plan"
     assert block.ids_BK.tolist() == [[7] + [3] * (K - 1), [8] + [3] * (K - 1)]
     assert block.positions_BK[:, 0].tolist() == [4, 9]
-    assert block.slots_BK[:, 0].tolist() == [30 + 4, 9]
+    assert block.slots_BK[:, 0].tolist() == [60 + 4, 30 + 9]
     assert asked["req_pool_indices"] is round_.rows_B
     assert asked["seq_lens"] is round_.seq_lens_B
     assert asked["seq_lens_cpu"] is round_.seq_lens_bound_cpu_B
@@ -120,7 +120,10 @@ def test_the_result_of_a_round(rounds: Any) -> None:
         new_lens_B=torch.tensor([6, 13]),
     )
     forward = SimpleNamespace(
-        logits_output="logits", can_run_cuda_graph=True, routed_experts_output="experts", indexer_topk_output="topk"
+        logits_output=SimpleNamespace(next_token_logits="large"),
+        can_run_cuda_graph=True,
+        routed_experts_output="experts",
+        indexer_topk_output="topk",
     )
     batch = SimpleNamespace(return_logprob=False)
     result = rounds.result(batch, accepted, Verified(torch.empty(0), None, width, forward))
@@ -130,7 +133,8 @@ def test_the_result_of_a_round(rounds: Any) -> None:
     assert result.new_seq_lens.tolist() == [6, 13]
     assert result.next_draft_input.bonus_tokens.tolist() == [12, 24]
     assert result.next_draft_input.new_seq_lens.tolist() == [6, 13]
-    assert (result.logits_output, result.can_run_cuda_graph) == ("logits", True)
+    assert (result.logits_output, result.can_run_cuda_graph) == (forward.logits_output, True)
+    assert result.logits_output.next_token_logits is None, "held until the round after the next"
     assert (result.routed_experts_output, result.indexer_topk_output) == ("experts", "topk")
 
 

@@ -88,7 +88,7 @@ def test_accepted_buffers_alternate_and_share_no_memory(buffers: Buffers) -> Non
 @pytest.mark.parametrize("size", [0, 1, 3, MAX_REQUESTS])
 def test_the_layout_of_a_block(buffers: Buffers, size: int) -> None:
     """Anchor and masks, the positions behind the cached prefix, and the slots that the requests' rows hold there."""
-    mask, seq_lens, anchors, rows = 9, [0, 3, 7, 1, 12][:size], [5, 6, 7, 8, 4][:size], [4, 0, 6, 2, 1][:size]
+    mask, seq_lens, anchors, rows = 9, [0, 3, 7, 1, 12][:size], [5, 6, 7, 8, 4][:size], [4, 7, 6, 2, 1][:size]
     req_to_token = torch.randperm(8 * 20).view(8, 20).to(torch.int32)
     layout = BlockLayout(OPS, buffers, req_to_token, mask)
     round_ = a_round(seq_lens, anchors, rows)

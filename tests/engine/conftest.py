@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_dflash import demo
+from sglang_dflash.offline import Answer
 from tests.engine import prompts, tiny
 from tests.engine.pairs import Pair
 from tests.engine.setup import NUM_NEW_TOKENS, NUM_PROMPTS, engine
@@ -29,13 +30,29 @@ def prompt_ids(models: demo.Models) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="session")
-def plain(
+def plain_answers(
     models: demo.Models, prompt_ids: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[int]]:
+) -> dict[str, Answer]:
     """Plain decoding's answers, all of them NUM_NEW_TOKENS long: they go on past the end of the text."""
+    request = {"return_logprob": True, "top_logprobs_num": 2}
     with engine("plain", models, tmp_path_factory.mktemp("plain") / "log") as reference:
-        answers, _ = reference.generate(list(prompt_ids.values()), max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
-    return dict(zip(prompt_ids, (answer.token_ids for answer in answers), strict=True))
+        answers, _ = reference.generate(
+            list(prompt_ids.values()), max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True, request=request
+        )
+    return dict(zip(prompt_ids, answers, strict=True))
+
+
+@pytest.fixture(scope="session")
+def plain(plain_answers: dict[str, Answer]) -> dict[str, list[int]]:
+    """Their tokens."""
+    return {rid: answer.token_ids for rid, answer in plain_answers.items()}
+
+
+@pytest.fixture(scope="session")
+def plain_margins(plain_answers: dict[str, Answer]) -> dict[str, list[float]]:
+    """By how much each token was likelier than the next likely one, in logprobs."""
+    tops = {rid: answer.meta["output_top_logprobs"] for rid, answer in plain_answers.items()}
+    return {rid: [first[0] - second[0] for first, second in top] for rid, top in tops.items()}
 
 
 @pytest.fixture(scope="session")

@@ -8,14 +8,17 @@ otherwise: the tests tell how many answers part.
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from sglang_dflash import demo
 from sglang_dflash.offline import Answer
 from tests.engine import scripted
+from tests.engine.serving import generate, serve
 from tests.engine.setup import NUM_NEW_TOKENS, engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu]
@@ -29,22 +32,30 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3}
 CLOSE_CALLS = 1 / 8  # of answers may part in bfloat16
+CLOSE_CALL = 0.5  # in logprobs, of which two tokens are about as likely: a logit of 16 to 32 is rounded to an eighth
 ROUNDING = 0.15  # of a logprob
 
 
-@pytest.mark.parametrize("request_options", [{}, LOGPROBS])
-@pytest.mark.parametrize("engine_args", [{}, {"page_size": 16, "disable_overlap_schedule": True}])
+@pytest.mark.parametrize(
+    ("options", "request_options"),
+    [(OPTIONS[:1], {}), (OPTIONS, {}), (OPTIONS, LOGPROBS)],
+    ids=["plain", "mixed", "mixed with logprobs"],
+)
+@pytest.mark.parametrize(
+    "engine_args", [{}, {"page_size": 16, "disable_overlap_schedule": True}], ids=["overlap", "page16-sync"]
+)
 def test_options_in_captured_rounds(
     models: demo.Models,
     prompt_ids: dict[str, list[int]],
     tmp_path: Path,
     engine_args: dict[str, Any],
+    options: tuple[dict[str, Any], ...],
     request_options: dict[str, Any],
 ) -> None:
     """One mixed batch, padded to a captured size, with drafts of every accepted length."""
     short = {rid: ids for rid, ids in prompt_ids.items() if len(ids) < 150}
-    each = {f"{rid}@{i}": options for (rid, _), (i, options) in itertools.product(short.items(), enumerate(OPTIONS))}
-    each = dict(list(each.items())[:23])  # of 24 that a graph holds
+    named = itertools.product(short, enumerate(options))
+    each = {f"{rid}@{i}": own for rid, (i, own) in itertools.islice(named, 23)}  # of 24 that a graph holds
     prompts = {name: short[name.partition("@")[0]] for name in each}
     call: dict[str, Any] = {
         "each": list(each.values()),
@@ -75,3 +86,45 @@ def farthest(one: Answer, other: Answer) -> float:
     pairs = zip(one.meta["output_token_logprobs"], other.meta["output_token_logprobs"], strict=True)
     shared = itertools.takewhile(lambda pair: pair[0][1] == pair[1][1], pairs)
     return max((abs(left[0] - right[0]) for left, right in shared), default=0.0)
+
+
+def test_a_server_that_slept_or_captured_anew_says_the_same(
+    models: demo.Models,
+    prompt_ids: dict[str, list[int]],
+    plain: dict[str, list[int]],
+    plain_margins: dict[str, list[float]],
+    tmp_path: Path,
+) -> None:
+    """Asleep it gives its memory back; and weights that arrive may have the target's graphs captured once more."""
+    short = {rid: ids for rid, ids in prompt_ids.items() if len(ids) < 150}
+    env = scripted.environment(tmp_path / "script.json", short, {rid: plain[rid] for rid in short})
+    memory = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    with serve(models, tmp_path / "log", env, page_size=1, **memory) as url:
+
+        def tell(path: str, **body: Any) -> None:
+            answer = requests.post(f"{url}/{path}", json=body, timeout=300)
+            assert answer.status_code == 200, answer.text
+
+        def ask(when: str) -> None:
+            with ThreadPoolExecutor(len(short)) as pool:
+                waiting = {
+                    rid: pool.submit(generate, url, ids, f"{rid}@{when}", NUM_NEW_TOKENS) for rid, ids in short.items()
+                }
+            said = {rid: future.result()["output_ids"] for rid, future in waiting.items()}
+            margins = [
+                plain_margins[rid][next(i for i, token in enumerate(tokens) if token != plain[rid][i])]
+                for rid, tokens in said.items()
+                if tokens != plain[rid]
+            ]
+            print(f"{when}: {len(margins)} of {len(short)} answers part, where plain decoding's margin was {margins}")
+            assert len(margins) <= CLOSE_CALLS * len(short)
+            assert all(margin < CLOSE_CALL for margin in margins)
+
+        ask("at first")
+        tell("release_memory_occupation")
+        tell("resume_memory_occupation")
+        ask("after sleep")
+        weights = {"model_path": str(models.target), "recapture_cuda_graph": True, "flush_cache": False}
+        tell("update_weights_from_disk", **weights)
+        # The cached prompts are still there.
+        ask("after an update")

@@ -39,7 +39,9 @@ MAX_NEW_TOKENS = 200
 ABORTED = 0.2  # of the requests are given up in the middle
 SEED = 0
 GPU_GROWTH_BYTES = 64 << 20  # allocator's blocks; a leak of a row a request would pass it within minutes
-CLOSE_CALLS = 1 / 8  # of greedy answers may part from plain decoding's in bfloat16
+# In bfloat16 a few greedy answers may part from plain decoding's, and only where two tokens were about as likely: a
+# logit of 16 to 32 is rounded to an eighth.
+MOST_PARTED, CLOSE_CALL = 1 / 8, 0.5
 # The pool is let run full, again and again: SGLang would hold requests back until the answers of those that run surely
 # fit, and more so for the 600 steps after it had to take one out. Requests with `ignore_eos` it takes to get as long as
 # they may, whatever it is told here: the traffic has none.
@@ -89,7 +91,8 @@ class Traffic:
     log: Path
     prompts: dict[str, list[int]]
     answers: dict[str, list[int]]
-    parted: list[str] = dataclasses.field(default_factory=list)  # greedy answers that left plain decoding's, on a GPU
+    margins: dict[str, list[float]]  # of the answers' tokens, in bfloat16
+    parted: list[float] = dataclasses.field(default_factory=list)  # where greedy answers left plain decoding's
 
 
 @pytest.fixture
@@ -109,7 +112,7 @@ def tiny_traffic(pair: Pair, tiny_models: demo.Models, tmp_path_factory: pytest.
     assert len(answers) > 20
     prompts = {rid: prompts[rid] for rid in answers}
     # Holds one whole answer and a part of another.
-    yield from traffic(tiny_models, tmp_path_factory.mktemp("soak"), prompts, answers, 336, ENVIRONMENT)
+    yield from traffic(tiny_models, tmp_path_factory.mktemp("soak"), prompts, answers, 336, ENVIRONMENT, {})
 
 
 def narrowest(answer: dict[str, Any]) -> float:
@@ -122,11 +125,14 @@ def smollm2_traffic(
     models: demo.Models,
     prompt_ids: dict[str, list[int]],
     plain: dict[str, list[int]],
+    plain_margins: dict[str, list[float]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Traffic]:
     prompts = {rid: ids for rid, ids in prompt_ids.items() if len(ids) < 150}
     answers = {rid: plain[rid] for rid in prompts}
-    yield from traffic(models, tmp_path_factory.mktemp("soak"), prompts, answers, 384, {})
+    yield from traffic(
+        models, tmp_path_factory.mktemp("soak"), prompts, answers, 384, {}, plain_margins if HAS_CUDA else {}
+    )
 
 
 def traffic(
@@ -136,11 +142,12 @@ def traffic(
     answers: dict[str, list[int]],
     max_total_tokens: int,
     env: dict[str, str],
+    margins: dict[str, list[float]],
 ) -> Iterator[Traffic]:
     env = {**BOLD, **env, **scripted.environment(scratch / "script.json", prompts, answers)}
     log = scratch / "log"
     with serve(models, log, env, max_total_tokens=max_total_tokens, page_size=1, **SMALL_POOL) as url:
-        yield Traffic(url, log, prompts, answers)
+        yield Traffic(url, log, prompts, answers, margins)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="attention kernels want larger heads")
@@ -183,12 +190,17 @@ def soak(traffic: Traffic) -> None:
     print(f"soak of {SOAK_S:.0f} s: {dict(counts)}, {retracted} retractions")
     print(f"GPU memory before and after: {used_before >> 20} and {used_after >> 20} MiB")
     num_greedy = sum(counts[name] for name, kind in KINDS.items() if kind.greedy)
-    print(f"{len(traffic.parted)} of the answers to {num_greedy} greedy requests part from plain decoding's")
+    farthest = max(traffic.parted, default=0.0)
+    print(
+        f"{len(traffic.parted)} answers of {num_greedy} greedy requests part from plain decoding's, where its margin "
+        f"was at most {farthest:.3f}"
+    )
     assert not failures, f"{len(failures)} failed, among them {failures[:5]}"
     assert counts.total() > NUM_CLIENTS
     assert retracted > 0, "the pool was never full"
     assert used_after - used_before <= GPU_GROWTH_BYTES
-    assert len(traffic.parted) <= CLOSE_CALLS * num_greedy, traffic.parted[:5]
+    assert len(traffic.parted) <= MOST_PARTED * num_greedy
+    assert farthest <= CLOSE_CALL
 
 
 def ask(traffic: Traffic, rid: str, kind: Kind, unique: str) -> list[str]:
@@ -205,7 +217,11 @@ def ask(traffic: Traffic, rid: str, kind: Kind, unique: str) -> list[str]:
     for answer in answers if isinstance(answers, list) else [answers]:
         said, meta = answer["output_ids"], answer["meta_info"]
         if kind.greedy and said != expected[: len(said)]:
-            (traffic.parted if HAS_CUDA else wrong).append(f"{rid}: expected {expected}, got {said}")
+            if rid in traffic.margins:
+                at = next(i for i, token in enumerate(said) if token != expected[i])
+                traffic.parted.append(traffic.margins[rid][at])
+            else:
+                wrong.append(f"{rid}: expected {expected}, got {said}")
         ends = meta["finish_reason"]["type"]
         if ends not in ("length", "stop") or (len(said) == length) < (ends == "length") or len(said) > length:
             wrong.append(f"{rid}: {len(said)} tokens of {length}, {meta['finish_reason']}")

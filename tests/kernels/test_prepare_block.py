@@ -11,7 +11,7 @@ def naive(anchors, seq_lens, rows, table, mask_token_id, width):
     for anchor, seq_len, row in zip(anchors, seq_lens, rows):
         ids.append([anchor if k == 0 else mask_token_id for k in range(width)])
         positions.append([seq_len + k for k in range(width)])
-        slots.append([table[row][p] if p < len(table[row]) else 0 for p in positions[-1]])
+        slots.append([table[row][p] if row and p < len(table[row]) else 0 for p in positions[-1]])
     return ids, positions, slots
 
 
@@ -45,7 +45,7 @@ def table_of(num_rows: int, num_columns: int) -> list[list[int]]:
 def test_matches_twin(ops, poison, size, width):
     table = table_of(9, 130)
     anchors, seq_lens = [17 + b for b in range(size)], [(41 * b) % 66 for b in range(size)]
-    rows = [(5 * b + 2) % 9 for b in range(size)]
+    rows = [(5 * b + 2) % 8 + 1 for b in range(size)]
     got = run(ops, poison, anchors, seq_lens, rows, table, width, torch.int64, torch.int32)
     assert got == naive(anchors, seq_lens, rows, table, MASK, width)
 
@@ -62,15 +62,23 @@ def test_past_the_last_column(ops, poison):
     """The last row too: a position past its end is past the table's end in memory."""
     table = table_of(3, 20)
     seq_lens = [18, 19, 20, 4000]
-    got = run(ops, poison, [1, 2, 3, 4], seq_lens, [0, 1, 2, 2], table, 6, torch.int64, torch.int32)
-    assert got == naive([1, 2, 3, 4], seq_lens, [0, 1, 2, 2], table, MASK, 6)
-    assert got[2][0] == [19, 20, 0, 0, 0, 0]
+    got = run(ops, poison, [1, 2, 3, 4], seq_lens, [1, 1, 2, 2], table, 6, torch.int64, torch.int32)
+    assert got == naive([1, 2, 3, 4], seq_lens, [1, 1, 2, 2], table, MASK, 6)
+    assert got[2][0] == [1019, 1020, 0, 0, 0, 0]
 
 
 def test_large_slots_survive(ops, poison):
     big = 2**31 + 5
-    got = run(ops, poison, [9], [0], [0], [[big, big + 1]], 2, torch.int64, torch.int64)
+    got = run(ops, poison, [9], [0], [1], [[1, 2], [big, big + 1]], 2, torch.int64, torch.int64)
     assert got[2] == [[big, big + 1]]
+
+
+def test_a_padded_request_has_slot_0(ops, poison):
+    """Whatever stands in row 0: after a server slept, nobody has written it."""
+    table = table_of(3, 20)
+    got = run(ops, poison, [0, 7, 0], [0, 3, 0], [0, 2, 0], table, 4, torch.int64, torch.int32)
+    assert got == naive([0, 7, 0], [0, 3, 0], [0, 2, 0], table, MASK, 4)
+    assert got[2] == [[0] * 4, table[2][3:7], [0] * 4]
 
 
 def test_empty_batch(ops, poison):

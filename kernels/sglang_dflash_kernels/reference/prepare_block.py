@@ -24,6 +24,8 @@ def prepare_block(
         positions[b, k] = seq_lens[b] + k
         slots[b, k] = req_to_token[rows[b], positions[b, k]], and 0 for a position past the table's last column
 
+    Row 0 is nobody's: a padded request has it, and slots 0 whatever stands in the table.
+
     Args:
         anchor_B, seq_lens_B, rows_B: int32 or int64, shape [B], each contiguous; rows index req_to_token.
         req_to_token: int32 or int64, shape [rows, max_context].
@@ -40,4 +42,4 @@ def prepare_block(
     positions_BK.copy_(positions)
     last_column = req_to_token.shape[1] - 1
     slots = req_to_token[rows_B.long()[:, None], positions.clamp(max=last_column)]
-    slots_BK.copy_(slots.masked_fill(positions > last_column, 0))
+    slots_BK.copy_(slots.masked_fill((positions > last_column) | (rows_B == 0)[:, None], 0))

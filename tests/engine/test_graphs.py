@@ -7,7 +7,9 @@ otherwise: the tests tell how many answers part.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import requests
 
 from sglang_dflash import demo
-from sglang_dflash.offline import Answer
+from sglang_dflash.offline import Answer, EngineProcess
 from tests.engine import scripted
 from tests.engine.serving import generate, serve
 from tests.engine.setup import NUM_NEW_TOKENS, engine
@@ -36,42 +38,61 @@ CLOSE_CALL = 0.5  # in logprobs, of which two tokens are about as likely: a logi
 ROUNDING = 0.15  # of a logprob
 
 
+@dataclasses.dataclass(frozen=True)
+class Engines:
+    """Plain decoding and ours beside each other; ours follows the script."""
+
+    plain: EngineProcess
+    ours: EngineProcess
+    script: Path
+
+
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"page_size": 16, "disable_overlap_schedule": True}],
+    ids=["overlap", "page16-sync"],
+)
+def engines(
+    request: pytest.FixtureRequest, models: demo.Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    scratch = tmp_path_factory.mktemp("graphs")
+    env = scripted.following(scratch / "script.json", {})
+    with (
+        engine("plain", models, scratch / "plain", **request.param) as plain,
+        engine("ours", models, scratch / "ours", env, log_level="info", **request.param) as ours,
+    ):
+        assert "passes are replayed by sglang-dflash" in (scratch / "ours").read_text()
+        yield Engines(plain, ours, scratch / "script.json")
+
+
 @pytest.mark.parametrize(
     ("options", "request_options"),
     [(OPTIONS[:1], {}), (OPTIONS, {}), (OPTIONS, LOGPROBS)],
     ids=["plain", "mixed", "mixed with logprobs"],
 )
-@pytest.mark.parametrize(
-    "engine_args", [{}, {"page_size": 16, "disable_overlap_schedule": True}], ids=["overlap", "page16-sync"]
-)
 def test_options_in_captured_rounds(
-    models: demo.Models,
+    engines: Engines,
     prompt_ids: dict[str, list[int]],
-    tmp_path: Path,
-    engine_args: dict[str, Any],
     options: tuple[dict[str, Any], ...],
     request_options: dict[str, Any],
 ) -> None:
-    """One mixed batch, padded to a captured size, with drafts of every accepted length."""
+    """One batch, padded to a captured size, with drafts of every accepted length."""
     short = {rid: ids for rid, ids in prompt_ids.items() if len(ids) < 150}
     named = itertools.product(short, enumerate(options))
-    each = {f"{rid}@{i}": own for rid, (i, own) in itertools.islice(named, 23)}  # of 24 that a graph holds
-    prompts = {name: short[name.partition("@")[0]] for name in each}
+    # Of 24 that a graph holds.
+    each = {f"{rid}-{i}": (short[rid], own) for rid, (i, own) in itertools.islice(named, 23)}
+    prompts = {rid: ids for rid, (ids, _) in each.items()}
     call: dict[str, Any] = {
-        "each": list(each.values()),
+        "each": [own for _, own in each.values()],
         "max_new_tokens": NUM_NEW_TOKENS,
         "ignore_eos": True,
         "request": request_options,
     }
-    with engine("plain", models, tmp_path / "plain", **engine_args) as plain:
-        expected, _ = plain.generate(list(prompts.values()), **call)
-    # The script knows a request by what stands before an "@".
-    rids = [name.replace("@", "-option-") for name in prompts]
-    answers = dict(zip(rids, (answer.token_ids for answer in expected), strict=True))
-    env = scripted.environment(tmp_path / "script.json", dict(zip(rids, prompts.values(), strict=True)), answers)
-    with engine("ours", models, tmp_path / "ours", env, log_level="info", **engine_args) as ours:
-        got, _ = ours.generate(list(prompts.values()), rids=rids, **call)
-    assert "passes are replayed by sglang-dflash" in (tmp_path / "ours").read_text()
+    expected, _ = engines.plain.generate(list(prompts.values()), **call)
+    answers = dict(zip(prompts, (answer.token_ids for answer in expected), strict=True))
+    scripted.environment(engines.script, prompts, answers)
+    got, _ = engines.ours.generate(list(prompts.values()), rids=list(prompts), **call)
+    rids = list(prompts)
     assert sum(answer.num_rounds for answer in got) < 0.5 * sum(len(answer.token_ids) for answer in got)
     parted = [rid for rid, one, other in zip(rids, expected, got, strict=True) if one.token_ids != other.token_ids]
     print(f"bfloat16: {len(parted)} of {len(rids)} requests part from plain decoding: {parted}")
@@ -83,7 +104,7 @@ def test_options_in_captured_rounds(
 
 def farthest(one: Answer, other: Answer) -> float:
     """The largest difference between the logprobs of two answers, of the tokens that they share and before."""
-    pairs = zip(one.meta["output_token_logprobs"], other.meta["output_token_logprobs"], strict=True)
+    pairs = zip(one.meta["output_token_logprobs"], other.meta["output_token_logprobs"], strict=False)
     shared = itertools.takewhile(lambda pair: pair[0][1] == pair[1][1], pairs)
     return max((abs(left[0] - right[0]) for left, right in shared), default=0.0)
 

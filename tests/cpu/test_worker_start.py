@@ -129,3 +129,55 @@ def test_a_mask_token_is_found_without_the_servers_tokenizer(drafter: Path, tmp_
 )
 def test_a_cache_that_knows_no_drafter_is_left_to_stock(drafter: Path, options: dict[str, Any], reason: str) -> None:
     assert arguments.reasons_for_stock(server_args(drafter, **options)) == [reason]
+
+
+@pytest.mark.parametrize(
+    ("planned", "served", "ours"),
+    [
+        ({"target", "drafter"}, True, True),
+        ({"target", "drafter"}, False, False),
+        ({"target"}, True, False),
+        ({"drafter"}, True, False),
+    ],
+)
+def test_a_rounds_graphs_are_made_where_both_models_allow_it(
+    planned: set[str], served: bool, ours: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before SGLang captures either model's graphs, and with the buffer that the proposer fills."""
+    made: list[Any] = []
+
+    class Graphs:
+        def __init__(self, *parts: Any) -> None:
+            made.append(parts)
+            self.checked = False
+
+        def check(self) -> None:
+            assert given["drafter"] == (started.layout, "score", self), "captured first"
+            self.checked = True
+
+    given: dict[str, Any] = {}
+
+    def model(name: str) -> Any:
+        def init_graphs(*parts: Any) -> None:
+            given[name] = parts
+
+        return SimpleNamespace(runner=name, init_graphs=init_graphs)
+
+    started: Any = worker.DFlashWorker.__new__(worker.DFlashWorker)
+    started.target, started.drafter = model("target"), model("drafter")
+    started.layout, started._choices = "layout", "choices"
+    started._buffers = SimpleNamespace(drafted_BK="drafted")
+    started.injector, started.proposer = SimpleNamespace(inject="inject"), SimpleNamespace(score="score")
+    monkeypatch.setattr(worker.BaseSpecWorker, "init_attention_backends", lambda self: None)
+    monkeypatch.setattr(worker.attention, "plan_once", lambda runner: runner in planned)
+    monkeypatch.setattr(worker.round_graphs, "serve", lambda *runners: served and set(runners) == {"target", "drafter"})
+    monkeypatch.setattr(worker, "RoundGraphs", Graphs)
+    with caplog.at_level("INFO", logger=worker.logger.name):
+        started.init_attention_backends()
+    assert f"replayed by {'sglang-dflash' if ours else 'SGLang'}." in caplog.text
+    assert made == ([("drafter", "target", "layout", "drafted")] if ours else [])
+    assert given["target"] == ("inject", "choices", started._graphs)
+    started.init_cuda_graphs()
+    assert given["drafter"] == ("layout", "score", started._graphs)
+    if ours:
+        assert started._graphs.checked

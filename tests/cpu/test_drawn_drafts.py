@@ -55,6 +55,26 @@ def test_sampling_requests_draw_and_greedy_ones_take_the_most_probable() -> None
     assert ((drawn - q_JV).abs() < bound).all()
 
 
+@pytest.mark.parametrize("tokens_S", [None, torch.tensor([5, 0, 3])])
+def test_a_broken_drafter_drafts_the_first_token_and_the_target_says_the_rest(tokens_S: torch.Tensor | None) -> None:
+    """No number, or no finite one: the committed tokens are distributed as the target's all the same."""
+    torch.manual_seed(0)
+    logits_JV = torch.zeros(K - 1, V)
+    logits_JV[0, 3], logits_JV[1], logits_JV[2, 0] = float("nan"), float("-inf"), float("inf")
+    draft = scored(MANY, logits_JV, tokens_S).propose(a_round(MANY, [0.8] * MANY), None)  # type: ignore[arg-type]
+    assert draft.q is not None
+    first = 0 if tokens_S is None else 5
+    for slot in range(3):
+        assert (draft.tokens_BK[:, 1 + slot] == first).all()
+        assert draft.q[0, slot].tolist() == torch.nn.functional.one_hot(torch.tensor(first), V).tolist()
+    p_V = torch.softmax(torch.randn(V), -1)
+    buffers = Buffers(MANY, K, CPU)
+    verified = Verified(None, p_V.expand(MANY, K, V), K, None)
+    accepted = RejectionAcceptor(MatchAcceptor(OPS, buffers)).accept(a_round(MANY), draft, verified)
+    said = torch.nn.functional.one_hot(accepted.tokens_BW[:, 0], V).double().mean(0)
+    assert ((said - p_V).abs() < 6 * (p_V * (1 - p_V) / MANY).sqrt()).all()
+
+
 def test_with_a_token_map_draws_are_its_tokens_and_q_is_over_the_whole_vocabulary() -> None:
     torch.manual_seed(0)
     tokens_S = torch.tensor([5, 0, 3])

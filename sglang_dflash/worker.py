@@ -150,7 +150,7 @@ class DFlashWorker(BaseSpecWorker):
         logger.info(
             "Attention is planned once a pass for: %s. A round's passes are replayed by %s.",
             ", ".join(planned) or "none, each layer plans its own",
-            "SGLang" if self._graphs is None else "sglang-dflash",
+            "SGLang, where it captures graphs" if self._graphs is None else "sglang-dflash",
         )
         self.target.init_graphs(self.injector.inject, self._choices, self._graphs)
 

@@ -110,9 +110,8 @@ class SampledProposer(ArgmaxProposer):
         scale_B11 = torch.where(sampling_B1, temperature_B[:, None], 1.0)[..., None]
         q = torch.softmax(self._logits_NS[:num_rows].view(*draft.confidence.shape, -1) / scale_B11, dim=-1)
         # A broken drafter says what is no distribution. The first token then, surely: it is verified as any other.
-        broken = ~q.isfinite().all(dim=-1, keepdim=True)
-        q = q.masked_fill_(broken, 0.0)
-        q[..., :1].masked_fill_(broken, 1.0)
+        broken = q[..., :1].isnan()
+        q.masked_fill_(broken, 0.0)[..., :1].masked_fill_(broken, 1.0)
         drawn = torch.multinomial(q.flatten(0, 1), 1).view(draft.confidence.shape)
         if (tokens_S := self._head.tokens_S) is not None:
             drawn = tokens_S[drawn]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from sglang_dflash.host.penalties import Penalties
 from sglang_dflash.host.processors import LogitProcessors
 from sglang_dflash.host.round_graphs import RoundGraphs
 from sglang_dflash.records import Accepted, Block, Draft, Round, Verified
+
+logger = logging.getLogger(__name__)
 
 # Of N tokens: their features (N, D), positions (N) and cache slots (N).
 Inject = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -49,7 +52,8 @@ class TargetModel:
         self._inject, self._choices, self._graphs = inject, choices, graphs
         if get_exec().graph.cuda_graph_config.decode.backend == Backend.DISABLED:
             return
-        head_logits.keep_dtype(self.runner)
+        kept = head_logits.keep_dtype(self.runner)
+        logger.info("The target's logits in a graph have %s.", "16 bits" if kept else "float32's 32 bits")
 
         def end(runner: Any, out: Any, forward_batch: Any, num_tokens: int) -> None:
             choices.score(out.next_token_logits)

@@ -174,7 +174,7 @@ def test_a_rounds_graphs_are_made_where_both_models_allow_it(
     monkeypatch.setattr(worker, "RoundGraphs", Graphs)
     with caplog.at_level("INFO", logger=worker.logger.name):
         started.init_attention_backends()
-    assert f"replayed by {'sglang-dflash' if ours else 'SGLang'}." in caplog.text
+    assert f"replayed by {'sglang-dflash.' if ours else 'SGLang, '}" in caplog.text
     assert made == ([("drafter", "target", "layout", "drafted")] if ours else [])
     assert given["target"] == ("inject", "choices", started._graphs)
     started.init_cuda_graphs()

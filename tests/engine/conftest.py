@@ -8,7 +8,7 @@ import pytest
 
 from sglang_dflash import demo
 from sglang_dflash.offline import Answer
-from tests.engine import prompts, tiny
+from tests.engine import margins, prompts, tiny
 from tests.engine.pairs import Pair
 from tests.engine.setup import NUM_NEW_TOKENS, NUM_PROMPTS, engine
 
@@ -51,8 +51,7 @@ def plain(plain_answers: dict[str, Answer]) -> dict[str, list[int]]:
 @pytest.fixture(scope="session")
 def plain_margins(plain_answers: dict[str, Answer]) -> dict[str, list[float]]:
     """By how much each token was likelier than the next likely one, in logprobs."""
-    tops = {rid: answer.meta["output_top_logprobs"] for rid, answer in plain_answers.items()}
-    return {rid: [first[0] - second[0] for first, second in top] for rid, top in tops.items()}
+    return {rid: margins.of(answer.meta["output_top_logprobs"]) for rid, answer in plain_answers.items()}
 
 
 @pytest.fixture(scope="session")

@@ -101,18 +101,19 @@ class RoundGraphs:
     def draft(self, round_: Round) -> None:
         """Lay the round's blocks out and draft them."""
         num_requests = round_.num_requests
+        size = self._draft.size(num_requests)
         inputs = self._inputs_3B[:, :num_requests].unbind()
         torch._foreach_copy_(inputs, (round_.anchor_B, round_.seq_lens_B, round_.rows_B))
-        if num_requests < self._inputs_3B.shape[1]:
-            self._inputs_3B[:, num_requests:].zero_()
-        self._draft.replay(num_requests)
+        if num_requests < size:
+            self._inputs_3B[:, num_requests:size].zero_()
+        self._draft.replay(size)
 
     def verify(self, tokens_BK: torch.Tensor) -> LogitsProcessorOutput:
         """The target's pass over the blocks that `draft` laid out, with these tokens in them."""
         num_requests, num_tokens = tokens_BK.shape[0], tokens_BK.numel()
         if tokens_BK.data_ptr() != self._drafted_BK.data_ptr():
             self._drafted_BK[:num_requests].copy_(tokens_BK)
-        output = self._verify.replay(num_requests)
+        output = self._verify.replay(self._verify.size(num_requests))
         return dataclasses.replace(
             output,
             next_token_logits=output.next_token_logits[:num_tokens],
@@ -166,10 +167,13 @@ class _Passes:
         forward_batch.req_pool_indices = self._rows_B[:size]
         graphs.attn_backend.init_forward_metadata_out_graph(forward_batch)
 
-    def replay(self, num_requests: int) -> Any:
-        """SGLang's output of the pass, padded rows included."""
+    def size(self, num_requests: int) -> int:
+        """Rows of the smallest graph that holds so many, padded ones among them."""
+        return next(size for size in self.graphs.capture_bs if size >= num_requests)
+
+    def replay(self, size: int) -> Any:
+        """SGLang's output of the pass of this many rows."""
         graphs = self.graphs
-        size = next(size for size in graphs.capture_bs if size >= num_requests)
         with device_timer_ctx(self._runner.device_timer, "target_verify"):
             output = graphs.backend.replay(graphs._make_graph_key(size), None)
         # Where in the graph the last table is read that the scheduler may write next: it need not wait for the whole.

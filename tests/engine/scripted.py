@@ -12,6 +12,7 @@ import os
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -41,11 +42,13 @@ def environment(path: Path, prompts: dict[str, list[int]], answers: dict[str, li
     return following(path, script)
 
 
-def following(path: Path, script: dict[str, dict[str, Any]]) -> dict[str, str]:
+def following(
+    path: Path, script: dict[str, dict[str, Any]], proposer: type[ScriptedProposer] | None = None
+) -> dict[str, str]:
     """Write a script; the environment in which an engine follows it."""
     write(path, script)
-    proposer = {"proposer": f"{__name__}:{ScriptedProposer.__name__}"}
-    return {config.CONFIG_VARIABLE: json.dumps(proposer), SCRIPT_VARIABLE: str(path)}
+    name = f"{__name__}:{(proposer or ScriptedProposer).__name__}"
+    return {config.CONFIG_VARIABLE: json.dumps({"proposer": name}), SCRIPT_VARIABLE: str(path)}
 
 
 def write(path: Path, entries: dict[str, dict[str, Any]]) -> None:
@@ -110,6 +113,16 @@ class ScriptedProposer:
         if wrong < len(drafts):
             drafts[wrong] = (drafts[wrong] + rng.randrange(1, self._vocab_size)) % self._vocab_size
         return drafts
+
+
+class ReplaysLeftToSGLang(ScriptedProposer):
+    """In an engine whose graphs are SGLang's to replay, whatever this package could."""
+
+    def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
+        from sglang_dflash.host import round_graphs
+
+        mock.patch.object(round_graphs, "serve", return_value=False).start()
+        super().__init__(ops, buffers, head)
 
 
 def _follows(entry: dict[str, Any], seq_len: int, anchor: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,42 +33,63 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"logit_bias": {"284": 4.0, "30": -6.0}},
     {"regex": "[a-z]{3,9}( [a-z]{1,9}){12,40}", "ignore_eos": False},
 )
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 1},
+    {},
+    {"temperature": 0.6, "repetition_penalty": 1.2, "sampling_seed": 2},
+    {"temperature": 1.0, "top_k": 40, "min_p": 0.1},
+)
 REPLAYED = "A round's passes are replayed by sglang-dflash"
-ROUNDING = 0.15  # of a logprob
+ROUNDING = 0.15  # of a logprob, from plain decoding's
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3}
 
 
 @dataclasses.dataclass(frozen=True)
 class Engines:
-    """Plain decoding and ours beside each other; ours follows the script."""
+    """Plain decoding, ours, and ours whose graphs SGLang replays; the last two follow the script.
+
+    Attributes:
+        deterministic: nothing that a request says depends on what its batch holds or a pass is made of.
+    """
 
     plain: EngineProcess
     ours: EngineProcess
+    sglang: EngineProcess
     script: Path
+    deterministic: bool
 
 
 @pytest.fixture(
     scope="module",
-    params=[{}, {"page_size": 16, "disable_overlap_schedule": True}],
-    ids=["overlap", "page16-sync"],
+    params=[
+        {},
+        {"page_size": 16, "disable_overlap_schedule": True},
+        {"enable_deterministic_inference": True, "attention_backend": "fa3"},
+    ],
+    ids=["overlap", "page16-sync", "deterministic"],
 )
 def engines(
     request: pytest.FixtureRequest, models: demo.Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
-    scratch = tmp_path_factory.mktemp("graphs")
-    env = scripted.following(scratch / "script.json", {})
+    scratch, args = tmp_path_factory.mktemp("graphs"), {"log_level": "info", **request.param}
+    script = scratch / "script.json"
+    follow = scripted.following(script, {})
+    follow_sglang = scripted.following(script, {}, scripted.ReplaysLeftToSGLang)
     with (
-        engine("plain", models, scratch / "plain", **request.param) as plain,
-        engine("ours", models, scratch / "ours", env, log_level="info", **request.param) as ours,
+        # With overlapped scheduling its penalties come late.
+        engine("plain", models, scratch / "plain", **{**args, "disable_overlap_schedule": True}) as plain,
+        engine("ours", models, scratch / "ours", follow, **args) as ours,
+        engine("ours", models, scratch / "sglang", follow_sglang, **args) as sglang,
     ):
         assert REPLAYED in (scratch / "ours").read_text()
-        yield Engines(plain, ours, scratch / "script.json")
+        assert REPLAYED not in (scratch / "sglang").read_text()
+        yield Engines(plain, ours, sglang, script, "enable_deterministic_inference" in args)
 
 
 @pytest.mark.parametrize(
     ("options", "request_options"),
-    [(OPTIONS[:1], {}), (OPTIONS, {}), (OPTIONS, LOGPROBS)],
-    ids=["plain", "mixed", "mixed with logprobs"],
+    [(OPTIONS[:1], {}), (OPTIONS, {}), (OPTIONS, LOGPROBS), (SAMPLED, {}), (SAMPLED, LOGPROBS)],
+    ids=["plain", "mixed", "mixed with logprobs", "sampled", "sampled with logprobs"],
 )
 def test_options_in_captured_rounds(
     engines: Engines,
@@ -75,35 +97,57 @@ def test_options_in_captured_rounds(
     options: tuple[dict[str, Any], ...],
     request_options: dict[str, Any],
 ) -> None:
-    """One batch, padded to a captured size, with drafts of every accepted length."""
+    """One batch, padded to a captured size, with drafts of every accepted length.
+
+    Whoever replays the graphs, they say the same, bit for bit. Plain decoding draws the same samples with
+    deterministic kernels, and says the same tokens then.
+    """
+    if engines.deterministic:
+        options = tuple(own for own in options if "min_p" not in own)  # refused
     short = {rid: ids for rid, ids in prompt_ids.items() if len(ids) < 150}
     named = itertools.product(short, enumerate(options))
     # Of 24 that a graph holds.
     each = {f"{rid}-{i}": (short[rid], own) for rid, (i, own) in itertools.islice(named, 23)}
     prompts = {rid: ids for rid, (ids, _) in each.items()}
-    call: dict[str, Any] = {
-        "each": [own for _, own in each.values()],
-        "max_new_tokens": NUM_NEW_TOKENS,
-        "ignore_eos": True,
-        "request": request_options,
-    }
-    expected, _ = engines.plain.generate(list(prompts.values()), **call | {"request": LOGPROBS})
+
+    def ask(asked: EngineProcess, request: dict[str, Any]) -> list[Answer]:
+        call: dict[str, Any] = {"max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True, "request": request}
+        for grammar in (own for own in options if "regex" in own):
+            # One that is known does not hold its request back.
+            asked.generate([[1, 2, 3]], each=[grammar], **call)
+        answers, _ = asked.generate(
+            list(prompts.values()), each=[own for _, own in each.values()], rids=list(each), **call
+        )
+        while not asked.call("flush_cache").success:
+            time.sleep(0.1)
+        return answers
+
+    expected = ask(engines.plain, LOGPROBS)
     answers = dict(zip(prompts, (answer.token_ids for answer in expected), strict=True))
     scripted.environment(engines.script, prompts, answers)
-    got, _ = engines.ours.generate(list(prompts.values()), rids=list(prompts), **call)
-    rids = list(prompts)
-    assert sum(answer.num_rounds for answer in got) < 0.5 * sum(len(answer.token_ids) for answer in got)
+    got = dict(zip(prompts, ask(engines.ours, request_options), strict=True))
+    for rid, other in zip(prompts, ask(engines.sglang, request_options), strict=True):
+        assert got[rid].token_ids == other.token_ids, rid
+        if request_options:
+            assert farthest(got[rid], other) == 0, rid
+    if not engines.deterministic and any("temperature" in own for own in options):
+        return  # plain decoding has drawn other samples
+    assert sum(answer.num_rounds for answer in got.values()) < 0.5 * sum(map(len, answers.values()))
+    if request_options:
+        print(max(farthest(one, got[rid]) for rid, one in zip(prompts, expected, strict=True)))
     parted = {
-        rid: margins.where_parted(margins.of(one.meta["output_top_logprobs"]), one.token_ids, other.token_ids)
-        for rid, one, other in zip(rids, expected, got, strict=True)
-        if one.token_ids != other.token_ids
+        rid: margins.where_parted(margins.of(one.meta["output_top_logprobs"]), one.token_ids, got[rid].token_ids)
+        for rid, one in zip(prompts, expected, strict=True)
+        if one.token_ids != got[rid].token_ids
     }
-    print(f"bfloat16: {len(parted)} of {len(rids)} requests part from plain decoding, with its margin there: {parted}")
-    margins.check([margin for margin in parted.values() if margin is not None], len(rids))
+    print(f"bfloat16: {len(parted)} of {len(got)} requests part from plain decoding, with its margin there: {parted}")
+    if engines.deterministic:
+        assert not parted
+    margins.check([margin for margin in parted.values() if margin is not None], len(got))
     assert None not in parted.values(), "an answer ends early"
     if request_options:
-        for rid, one, other in zip(rids, expected, got, strict=True):
-            assert farthest(one, other) < ROUNDING, rid
+        for rid, one in zip(prompts, expected, strict=True):
+            assert farthest(one, got[rid]) < ROUNDING, rid
 
 
 def farthest(one: Answer, other: Answer) -> float:

@@ -26,14 +26,16 @@ class RecordingProposer(ArgmaxProposer):
     def __init__(self, ops: Any, buffers: Buffers, head: Head) -> None:
         super().__init__(ops, buffers, head)
         self._file = Path(os.environ[RECORD_VARIABLE])
+        num_tokens, weight_VH = buffers.max_requests * buffers.block_size, head.weight_VH
+        self._hidden_NH = torch.zeros((num_tokens, weight_VH.shape[1]), dtype=weight_VH.dtype, device=weight_VH.device)
 
     def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:
-        self._hidden_NH = hidden_NH.clone()
+        self._hidden_NH[: len(hidden_NH)] = hidden_NH
         super().score(hidden_NH, ids_N)
 
     def propose(self, round_: Round, block: Block) -> Draft:
         draft = super().propose(round_, block)
-        hidden_BKH = self._hidden_NH.view(round_.num_requests, block.ids_BK.shape[1], -1)
+        hidden_BKH = self._hidden_NH[: block.ids_BK.numel()].view(*block.ids_BK.shape, -1).float()
         with self._file.open("ab") as file:
             for i, rid in enumerate(round_.rids):
                 record = (rid, int(round_.seq_lens_B[i]), hidden_BKH[i].cpu().numpy(), draft.tokens_BK[i].tolist())

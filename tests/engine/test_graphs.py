@@ -1,8 +1,8 @@
 """Request options where a round's passes are CUDA graphs: answers are plain decoding's, and so are their logprobs.
 
 A graph chooses the argmax of 16-bit logits itself; a round in which any request wants more of them makes float32 of
-the same numbers. In bfloat16 a verified block and a decoded token round differently, so a close call may fall
-otherwise: the tests tell how many answers part.
+the same numbers. In bfloat16 a verified block and a decoded token may round differently, so that a close call falls
+otherwise: the tests tell how many answers part. With SGLang replaying the same passes nothing may.
 """
 
 from __future__ import annotations
@@ -133,8 +133,6 @@ def test_options_in_captured_rounds(
     if not engines.deterministic and any("temperature" in own for own in options):
         return  # plain decoding has drawn other samples
     assert sum(answer.num_rounds for answer in got.values()) < 0.5 * sum(map(len, answers.values()))
-    if request_options:
-        print(max(farthest(one, got[rid]) for rid, one in zip(prompts, expected, strict=True)))
     parted = {
         rid: margins.where_parted(margins.of(one.meta["output_top_logprobs"]), one.token_ids, got[rid].token_ids)
         for rid, one in zip(prompts, expected, strict=True)
@@ -146,8 +144,9 @@ def test_options_in_captured_rounds(
     margins.check([margin for margin in parted.values() if margin is not None], len(got))
     assert None not in parted.values(), "an answer ends early"
     if request_options:
-        for rid, one in zip(prompts, expected, strict=True):
-            assert farthest(one, got[rid]) < ROUNDING, rid
+        distances = {rid: farthest(one, got[rid]) for rid, one in zip(prompts, expected, strict=True)}
+        print(f"logprobs are at most {max(distances.values()):.1e} from plain decoding's")
+        assert max(distances.values()) < ROUNDING, distances
 
 
 def farthest(one: Answer, other: Answer) -> float:

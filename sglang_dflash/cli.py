@@ -20,6 +20,7 @@ from sglang_dflash.cpu import bootstrap
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "sglang_dflash"
+_OF_A_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 _SERVE_USAGE = """usage: sglang-dflash serve [--recipe NAME|FILE] [--dry-run] [any flag of sglang.launch_server ...]
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return commands[arguments[0]][1](arguments[1:])
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, *_OF_A_PATH) as error:
         print(f"sglang-dflash {arguments[0]}: {error}", file=sys.stderr)
         return 2
 

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,8 @@ class Trainer:
     """One training run in `settings.output`."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
+        if settings.output.exists() and not settings.output.is_dir():
+            raise ValueError(f"output: expected a folder or a name for a new one, got the file {settings.output}")
         self.settings, self.device = settings, device
         self.dtype = getattr(torch, settings.compute_dtype)
         self.config = _drafter_config(settings)
@@ -127,6 +130,7 @@ class Trainer:
         for optimiser, values in zip(self.optimizers, saved["optimizers"], strict=True):
             optimiser.load_state_dict(values)
         self.step, self.seconds = saved["step"], saved["seconds"]
+        _drop_torn_line(output / METRICS)
 
     def save(self) -> None:
         """Write the state; the run can be taken up from here."""
@@ -253,6 +257,12 @@ class Trainer:
         """What decides what a step does: settings, data and target."""
         settings = self.settings.model_dump(mode="json", exclude={"log_every", "evaluate_every", "checkpoint_every"})
         return settings | {"data_sha256": self.data_sha256, "target_weights": fingerprint(self.target.model)}
+
+
+def _drop_torn_line(file: Path) -> None:
+    """The next line is not to be appended to half of one that a kill left."""
+    if file.is_file():
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
 
 
 def _drafter_config(settings: Settings) -> DrafterConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shlex
 import subprocess
@@ -161,6 +162,16 @@ def test_exit_codes_of_the_command_line(argv: list[str], code: int, capsys: pyte
         assert "expected one of serve, check, demo, train, token-map, bench, got 'sevre'" in captured.err
     if argv == ["--help"]:
         assert all(command in captured.out for command in ("serve", "check", "demo"))
+
+
+def test_a_path_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    row = {"step": 1, "split": "train", "loss": 1.0, "slot1_accuracy": 0.5, "acceptance_length": 1.5}
+    metrics.write_text(json.dumps(row) + "\n")
+    assert cli.main(["train", "plot", str(metrics), str(metrics / "curves.png")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(metrics) in error
 
 
 def test_serve_help_names_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:

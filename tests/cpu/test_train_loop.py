@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang_dflash import checkpoint, drafter_config
 from sglang_dflash.reference import drafter as reference
-from sglang_dflash.train import blocks, dataset, estimate, evaluate, loop, model, optimizer, run_record, state
+from sglang_dflash.train import blocks, dataset, estimate, evaluate, loop, model, optimizer, report, run_record, state
 from sglang_dflash.train.model import BlockDrafter
 from sglang_dflash.train.settings import Settings, load
 from sglang_dflash.train.target import FeatureCache, FrozenTarget
@@ -145,10 +145,14 @@ def test_a_killed_run_goes_on_as_it_would_have(
     chosen = settings(target, data, tmp_path / "killed", **changes)
     with pytest.raises(Killed):
         loop.Trainer(chosen, CPU).run(kill)
+    metrics = chosen.output / loop.METRICS
+    with metrics.open("a") as file:
+        file.write('{"step": 6, "spl')  # torn by the kill
     again = loop.Trainer(chosen, CPU)
     again.resume()
     assert again.step == 3, "from the last state"
     again.run()
+    assert report.read_metrics(metrics).keys() == report.read_metrics(whole.settings.output / loop.METRICS).keys()
     for name, weight in whole.drafter.state_dict().items():
         torch.testing.assert_close(again.drafter.state_dict()[name], weight, msg=name)
 
@@ -217,6 +221,9 @@ def test_errors_say_what_to_change(target: Path, data: Path, tmp_path: Path) -> 
             (path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=r"target: expected a folder|a target that Transformers loads"):
             loop.Trainer(settings(path, data, tmp_path), CPU)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"output: expected a folder .*, got the file .*file"):
+        loop.Trainer(settings(target, data, tmp_path / "file"), CPU)
     for taps in ((4, 2, 1), (1, 1), ()):
         with pytest.raises(ValueError, match="layers that ascend"):
             settings(target, data, tmp_path, target_layer_ids=taps)

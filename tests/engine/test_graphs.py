@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_k": 40, "min_p": 0.1},
 )
 REPLAYED = "A round's passes are replayed by sglang-dflash"
+PREFILL_REPLAYED = re.compile(r"Prefill batch.* graph: True")
 ROUNDING = 0.15  # of a logprob, from plain decoding's
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3}
 
@@ -65,8 +67,9 @@ class Engines:
         {},
         {"page_size": 16, "disable_overlap_schedule": True},
         {"enable_deterministic_inference": True, "attention_backend": "fa3"},
+        {"disable_prefill_cuda_graph": False, "cuda_graph_bs_prefill": [128, 512, 1024], "chunked_prefill_size": 1024},
     ],
-    ids=["overlap", "page16-sync", "deterministic"],
+    ids=["overlap", "page16-sync", "deterministic", "prefill-graphs"],
 )
 def engines(
     request: pytest.FixtureRequest, models: demo.Models, tmp_path_factory: pytest.TempPathFactory
@@ -84,6 +87,8 @@ def engines(
         assert REPLAYED in (scratch / "ours").read_text()
         assert REPLAYED not in (scratch / "sglang").read_text()
         yield Engines(plain, ours, sglang, script, "enable_deterministic_inference" in args)
+        if "cuda_graph_bs_prefill" in args:
+            assert PREFILL_REPLAYED.search((scratch / "ours").read_text())
 
 
 @pytest.mark.parametrize(

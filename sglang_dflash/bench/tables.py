@@ -111,9 +111,11 @@ def _first_tokens(result: Mapping[str, Any]) -> Table:
 def rounds(result: Mapping[str, Any]) -> Group:
     """What `bench profile` measured: a table a batch size, a row a stage."""
     setup, floor = result["setup"], result["floor"]
+    # A column whose drafter or head is stored otherwise reads fewer bytes than the floor counts.
+    floors = {name: None if _reads_less(column) else floor["floor_ms"] for name, column in setup["columns"].items()}
     parts: list[Any] = [Text(title(setup), style="bold")]
     for batch, row in result["batches"].items():
-        parts += [Text(f"batch {batch}: one decode round"), _stages(row, floor)]
+        parts += [Text(f"batch {batch}: one decode round"), _stages(row, floors)]
         for name, breakdown in row["rounds"].items():
             parts += [Text(f"{name}: {note}") for note in breakdown["notes"]]
     sizes = ", ".join(f"{part} {size / 1e9:.3f} GB" for part, size in floor["weight_bytes"].items())
@@ -126,7 +128,12 @@ def rounds(result: Mapping[str, Any]) -> Group:
     return Group(*parts)
 
 
-def _stages(row: Mapping[str, Any], floor: Mapping[str, Any]) -> Table:
+def _reads_less(column: Mapping[str, Any]) -> bool:
+    smaller = {"speculative_draft_model_quantization", "speculative_token_map"}
+    return column["settings"].get("draft_head", "dense") != "dense" or not smaller.isdisjoint(column["engine"])
+
+
+def _stages(row: Mapping[str, Any], floors: Mapping[str, float | None]) -> Table:
     breakdowns = row["rounds"]
     on_device = {name for name, b in breakdowns.items() if any(s["busy_ms"] is not None for s in b["stages"].values())}
     table = Table("stage")
@@ -145,7 +152,7 @@ def _stages(row: Mapping[str, Any], floor: Mapping[str, Any]) -> Table:
         for name in breakdowns:
             step_ms, busy_ms = row["step_ms"][name]["median"], totals[name]["busy_ms"]
             idle = None if busy_ms is None else step_ms - busy_ms
-            figure = {"step": step_ms, "idle": idle, "floor": floor["floor_ms"]}[value]
+            figure = {"step": step_ms, "idle": idle, "floor": floors[name]}[value]
             width = 4 if name in on_device else 1
             cells += ["-" if figure is None else f"{figure:.3f}", *[""] * (width - 1)]
         table.add_row(label, *cells)

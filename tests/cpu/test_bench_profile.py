@@ -106,6 +106,17 @@ def test_ours_beside_stock(command: list[str], tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "traces" / "ours-batch1" / "1-TP-0.trace.json.gz").exists()
 
 
+@pytest.mark.parametrize(
+    "variant", [{"draft_head": "fp8"}, {"engine": {"speculative_token_map": "map.pt"}}, {"engine": {"page_size": 16}}]
+)
+def test_the_floor_is_of_columns_that_read_as_much(
+    command: list[str], capsys: pytest.CaptureFixture[str], variant: dict[str, Any]
+) -> None:
+    assert cli.main([*command, "--ours", f"other={json.dumps(variant)}"]) == 0
+    floors = _rows(capsys.readouterr().out)["floor"][::4]
+    assert floors == ["0.500", "0.500", "0.500" if "page_size" in str(variant) else "-"]
+
+
 def test_on_a_cpu_stages_are_wall_times_of_ours(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,8 +111,10 @@ def _first_tokens(result: Mapping[str, Any]) -> Table:
 def rounds(result: Mapping[str, Any]) -> Group:
     """What `bench profile` measured: a table a batch size, a row a stage."""
     setup, floor = result["setup"], result["floor"]
-    # A column whose drafter or head is stored otherwise reads fewer bytes than the floor counts.
-    floors = {name: None if _reads_less(column) else floor["floor_ms"] for name, column in setup["columns"].items()}
+    floors = {
+        name: None if _reads_less(column, setup["engine"]) else floor["floor_ms"]
+        for name, column in setup["columns"].items()
+    }
     parts: list[Any] = [Text(title(setup), style="bold")]
     for batch, row in result["batches"].items():
         parts += [Text(f"batch {batch}: one decode round"), _stages(row, floors)]
@@ -128,9 +130,11 @@ def rounds(result: Mapping[str, Any]) -> Group:
     return Group(*parts)
 
 
-def _reads_less(column: Mapping[str, Any]) -> bool:
-    smaller = {"speculative_draft_model_quantization", "speculative_token_map"}
-    return column["settings"].get("draft_head", "dense") != "dense" or not smaller.isdisjoint(column["engine"])
+def _reads_less(column: Mapping[str, Any], everywhere: Mapping[str, Any]) -> bool:
+    """Whether the column's drafter or draft head has fewer bytes than the floor counts."""
+    engine = {**everywhere, **column["engine"]}
+    smaller = any(engine.get(name) for name in ("speculative_draft_model_quantization", "speculative_token_map"))
+    return smaller or column["settings"].get("draft_head", "dense") != "dense"
 
 
 def _stages(row: Mapping[str, Any], floors: Mapping[str, float | None]) -> Table:

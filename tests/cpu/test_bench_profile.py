@@ -107,14 +107,20 @@ def test_ours_beside_stock(command: list[str], tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    "variant", [{"draft_head": "fp8"}, {"engine": {"speculative_token_map": "map.pt"}}, {"engine": {"page_size": 16}}]
+    ("flags", "floors"),
+    [
+        (["--ours", 'other={"draft_head": "fp8"}'], ["0.500", "0.500", "-"]),
+        (["--ours", 'other={"engine": {"speculative_token_map": "map.pt"}}'], ["0.500", "0.500", "-"]),
+        (["--ours", 'other={"engine": {"speculative_draft_model_quantization": "fp8"}}'], ["0.500", "0.500", "-"]),
+        (["--ours", 'other={"engine": {"page_size": 16}}'], ["0.500", "0.500", "0.500"]),
+        (["--engine", 'speculative_draft_model_quantization="fp8"'], ["-", "-"]),
+    ],
 )
 def test_the_floor_is_of_columns_that_read_as_much(
-    command: list[str], capsys: pytest.CaptureFixture[str], variant: dict[str, Any]
+    command: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], floors: list[str]
 ) -> None:
-    assert cli.main([*command, "--ours", f"other={json.dumps(variant)}"]) == 0
-    floors = _rows(capsys.readouterr().out)["floor"][::4]
-    assert floors == ["0.500", "0.500", "0.500" if "page_size" in str(variant) else "-"]
+    assert cli.main([*command, *flags]) == 0
+    assert _rows(capsys.readouterr().out)["floor"][::4] == floors
 
 
 def test_on_a_cpu_stages_are_wall_times_of_ours(

@@ -1,7 +1,7 @@
 """How close a call plain decoding's choice was where another answer leaves it, in bfloat16.
 
-A verified block and a decoded token round differently: a logit of 16 to 32 is a multiple of an eighth. So a few answers
-part, where two tokens were about as likely; anywhere else an answer that parts is wrong.
+A verified block and a decoded token may round differently: a logit of 16 to 32 is a multiple of an eighth. So a few
+answers part, where two tokens were about as likely; anywhere else an answer that parts is wrong.
 """
 
 from __future__ import annotations

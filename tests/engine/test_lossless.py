@@ -2,8 +2,8 @@
 
 With scripted drafts every accepted length from 0 to K-1 occurs, differently in each request of a batch; with a
 drafter of random weights almost nothing is accepted. On a CPU everything runs in float32. On a GPU it runs
-in bfloat16, where a verified block and a decoded token round differently: there the tests are run by hand and tell the
-rate.
+in bfloat16, where a verified block and a decoded token may round differently: there the tests are run by hand and tell
+the rate.
 
 DFLASH_LOSSLESS=full runs all prompts and engines (hours on two cores).
 """

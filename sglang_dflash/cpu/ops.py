@@ -116,8 +116,6 @@ OPS: dict[str, tuple[str, Callable]] = {
     ),
     "murmur_hash32_cpu": ("(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor", murmur_hash32_cpu),
 }
-# What it registers lasts as long as it does.
-_library = torch.library.Library("sgl_kernel", "FRAGMENT")
 
 
 def register_missing() -> list[str]:
@@ -125,6 +123,6 @@ def register_missing() -> list[str]:
     missing = [name for name in OPS if not hasattr(torch.ops.sgl_kernel, name)]
     for name in missing:
         schema, implementation = OPS[name]
-        _library.define(name + schema)
-        _library.impl(name, implementation, "CPU")
+        torch.library.define(f"sgl_kernel::{name}", schema)
+        torch.library.impl(f"sgl_kernel::{name}", "CPU", implementation)
     return missing

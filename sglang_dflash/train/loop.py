@@ -55,7 +55,7 @@ class Trainer:
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         if settings.output.exists() and not settings.output.is_dir():
-            raise ValueError(f"output: expected a folder or a name for a new one, got the file {settings.output}")
+            raise ValueError(f"output: expected a folder or a new name, got the file {settings.output}; name another")
         self.settings, self.device = settings, device
         self.dtype = getattr(torch, settings.compute_dtype)
         self.config = _drafter_config(settings)
@@ -93,6 +93,7 @@ class Trainer:
 
         Beside the drafter are left: METRICS, EVALUATION where there is held-out data, and the run's record.
         """
+        self.settings.output.mkdir(parents=True, exist_ok=True)
         self.resume()
         started, before = time.perf_counter(), self.seconds
         told, outcomes = time.perf_counter(), []
@@ -248,7 +249,6 @@ class Trainer:
         )
 
     def _tell(self, progress: Progress, show: Callable[[Progress], None]) -> None:
-        self.settings.output.mkdir(parents=True, exist_ok=True)
         with (self.settings.output / METRICS).open("a") as file:
             file.write(json.dumps(progress.__dict__) + "\n")
         show(progress)

@@ -225,8 +225,12 @@ def test_errors_say_what_to_change(target: Path, data: Path, tmp_path: Path) -> 
         with pytest.raises(ValueError, match=r"target: expected a folder|a target that Transformers loads"):
             loop.Trainer(settings(path, data, tmp_path), CPU)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"output: expected a folder .*, got the file .*file"):
+    with pytest.raises(ValueError, match=r"output: expected a folder .*, got the file .*file; name another"):
         loop.Trainer(settings(target, data, tmp_path / "file"), CPU)
+    below = loop.Trainer(settings(target, data, tmp_path / "file" / "run"), CPU)
+    with pytest.raises(NotADirectoryError):
+        below.run()
+    assert below.step == 0, "nothing was trained that could not be kept"
     for taps in ((4, 2, 1), (1, 1), ()):
         with pytest.raises(ValueError, match="layers that ascend"):
             settings(target, data, tmp_path, target_layer_ids=taps)

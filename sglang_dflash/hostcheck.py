@@ -79,25 +79,13 @@ WORKER = (
         ("self", "state"),
         exact=True,
     ),
-    Contract(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc",
-        ("self", "recv_req"),
-        exact=True,
-    ),
-    Contract(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
-        ("self", "recv_req"),
-        exact=True,
-    ),
-    Contract(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor",
-        ("self", "recv_req"),
-        exact=True,
-    ),
-    Contract(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_distributed",
-        ("self", "recv_req"),
-        exact=True,
+    *(
+        Contract(
+            f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_{source}",
+            ("self", "recv_req"),
+            exact=True,
+        )
+        for source in ("ipc", "disk", "tensor", "distributed")
     ),
     Contract("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput", ("model_path",)),
     Contract("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqInput", ("selector",)),
@@ -159,6 +147,22 @@ WORKER = (
     Contract("sglang.srt.layers.radix_attention.AttentionType", ("DECODER", "DECODER_BIDIRECTIONAL", "ENCODER_ONLY")),
     Contract("sglang.srt.layers.radix_attention.RadixAttention"),
     Contract("sglang.srt.environ.envs.SGLANG_USE_SGL_FA3_KERNEL"),
+    Contract(
+        "sglang.srt.layers.rotary_embedding.RotaryEmbedding.forward_cuda",
+        ("positions", "query", "key", "fused_set_kv_buffer_arg"),
+    ),
+    *(
+        Contract(
+            f"sglang.srt.models.{name}.forward", ("self", "positions", "hidden_states", "forward_batch"), exact=True
+        )
+        for name in ("llama.LlamaAttention", "qwen2.Qwen2Attention", "qwen3.Qwen3Attention")
+    ),
+    Contract(
+        "sglang.srt.models.utils.apply_qk_norm",
+        ("q", "k", "q_norm", "k_norm", "head_dim", "alt_stream", "allow_inplace"),
+    ),
+    Contract("sglang.srt.models.utils.create_fused_set_kv_buffer_arg", ("value", "layer", "forward_batch"), exact=True),
+    Contract("sglang.srt.models.utils.enable_fused_set_kv_buffer", ("forward_batch",), exact=True),
     Contract("sglang.srt.mem_cache.memory_pool.KVWriteLoc"),
     Contract(
         "sglang.srt.speculative.base_spec_worker.BaseSpecWorker",
@@ -224,15 +228,8 @@ WORKER = (
     Contract(
         "sglang.srt.managers.utils.GenerationBatchResult",
         (
-            "logits_output",
-            "next_token_ids",
-            "accept_lens",
-            "can_run_cuda_graph",
-            "next_draft_input",
-            "speculative_num_draft_tokens",
-            "new_seq_lens",
-            "routed_experts_output",
-            "indexer_topk_output",
+            *("logits_output", "next_token_ids", "accept_lens", "can_run_cuda_graph", "next_draft_input"),
+            *("speculative_num_draft_tokens", "new_seq_lens", "routed_experts_output", "indexer_topk_output"),
         ),
     ),
     Contract(

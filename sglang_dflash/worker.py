@@ -43,7 +43,7 @@ from sglang_dflash.accept.rejection import RejectionAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import head, proposer
 from sglang_dflash.draft.block import BlockLayout
-from sglang_dflash.host import arguments, attention, round_graphs, rounds
+from sglang_dflash.host import arguments, attention, rope_store, round_graphs, rounds
 from sglang_dflash.host.draft_model import DraftModel
 from sglang_dflash.host.head_logits import GreedyChoices
 from sglang_dflash.host.round_graphs import RoundGraphs
@@ -144,13 +144,16 @@ class DFlashWorker(BaseSpecWorker):
         super().init_attention_backends()
         runners = {"target": self.target.runner, "drafter": self.drafter.runner}
         planned = [name for name, runner in runners.items() if attention.plan_once(runner)]
-        self._graphs = None
+        self._graphs, num_fused = None, 0
         if len(planned) == len(runners) and round_graphs.serve(*runners.values()):
             self._graphs = RoundGraphs(self.drafter.runner, self.target.runner, self.layout, self._buffers.drafted_BK)
+            num_fused = rope_store.fuse(self.target.runner)
         logger.info(
-            "Attention is planned once a pass for: %s. A round's passes are replayed by %s.",
+            "Attention is planned once a pass for: %s. A round's passes are replayed by %s. The keys of %d target "
+            "layers are stored by their rotation.",
             ", ".join(planned) or "none, each layer plans its own",
             "SGLang, where it captures graphs" if self._graphs is None else "sglang-dflash",
+            num_fused,
         )
         self.target.init_graphs(self.injector.inject, self._choices, self._graphs)
 

@@ -12,7 +12,7 @@ MAX_WIDTH = 64
 
 # Of `fp8_logits`: rows it takes, columns that share a scale, FP8's largest number, the least magnitude behind a scale.
 FP8_MAX_ROWS = 16
-FP8_PART = 256
+FP8_PART = 128
 FP8_MAX = 448.0
 FP8_LEAST = 1e-12
 

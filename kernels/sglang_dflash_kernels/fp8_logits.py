@@ -1,6 +1,7 @@
-"""Triton `fp8_logits`: a program takes 64 tokens of the head and all rows; the head is read once, at the memory's rate.
+"""Triton `fp8_logits`: a program takes 128 tokens of the head and all rows; the head is read once, at the memory's rate.
 
-The head stands on the left of the product, where the tensor cores take 64 rows, and the few hidden states on the right.
+The head stands on the left of the product, where the tensor cores take 64 rows for four warps, and the few hidden
+states on the right.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import triton.language as tl
 
 from sglang_dflash_kernels import contracts
 
-_TOKENS = 64
-_STAGES = 3
-_WARPS = 4
+_TOKENS = 128
+_STAGES = 4
+_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -172,9 +172,11 @@ def test_a_rounds_graphs_are_made_where_both_models_allow_it(
     monkeypatch.setattr(worker.attention, "plan_once", lambda runner: runner in planned)
     monkeypatch.setattr(worker.round_graphs, "serve", lambda *runners: served and set(runners) == {"target", "drafter"})
     monkeypatch.setattr(worker, "RoundGraphs", Graphs)
+    monkeypatch.setattr(worker.rope_store, "fuse", lambda runner: {"target": 36}[runner])
     with caplog.at_level("INFO", logger=worker.logger.name):
         started.init_attention_backends()
     assert f"replayed by {'sglang-dflash.' if ours else 'SGLang, '}" in caplog.text
+    assert f"The keys of {36 if ours else 0} target layers" in caplog.text
     assert made == ([("drafter", "target", "layout", "drafted")] if ours else [])
     assert given["target"] == ("inject", "choices", started._graphs)
     started.init_cuda_graphs()

@@ -50,12 +50,13 @@ class Model:
     kv_heads: int
     head_dim: int
     hidden_size: int
+    intermediate_size: int
     vocab: int
 
 
 MODELS = (
-    Model("Qwen3-8B", layers=5, kv_heads=8, head_dim=128, hidden_size=4096, vocab=151_936),
-    Model("SmolLM2-135M", layers=5, kv_heads=3, head_dim=64, hidden_size=576, vocab=49_152),
+    Model("Qwen3-8B", layers=5, kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=12_288, vocab=151_936),
+    Model("SmolLM2-135M", layers=5, kv_heads=3, head_dim=64, hidden_size=576, intermediate_size=1536, vocab=49_152),
 )
 
 
@@ -247,6 +248,44 @@ def fp8_logits_cases(model: Model, num_rows: int) -> list[Case]:
     ]
 
 
+def fp8_rows_cases(model: Model, num_rows: int) -> list[Case]:
+    """The products' inputs: a norm's and an activation's rows."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    weight_H = torch.rand(hidden, device=CUDA).bfloat16()
+
+    def norm_inputs():
+        x_NH, residual_NH = torch.randn(2, num_rows, hidden, dtype=torch.bfloat16, device=CUDA)
+        return x_NH, residual_NH, weight_H, 1e-6
+
+    def silu_inputs():
+        return (torch.randn(num_rows, 2 * inner, dtype=torch.bfloat16, device=CUDA),)
+
+    def outputs(name: str, columns: int):
+        out = torch.zeros(num_rows, columns, device=CUDA).to(torch.float8_e4m3fn)
+        return {name: out, "scale_N": torch.zeros(num_rows, device=CUDA)}
+
+    def checker(op: str, inputs, name: str, columns: int) -> Call:
+        def check() -> None:
+            arguments, ours, oracle = inputs(), outputs(name, columns), outputs(name, columns)
+            again = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+            getattr(OPS, op)(*arguments, **ours)
+            getattr(REFERENCE, op)(*again, **oracle)
+            # A number in the middle of two of FP8's is either.
+            rows = [out[name].float() * out["scale_N"][:, None] for out in (ours, oracle)]
+            torch.testing.assert_close(*rows, rtol=2.0**-3, atol=2.0**-6)
+
+        return check
+
+    def case(op: str, inputs, name: str, columns: int, bytes_moved: int) -> Case:
+        make = maker(getattr(OPS, op), inputs, lambda: outputs(name, columns))
+        return Case(op, model.name, f"N={num_rows}", bytes_moved, make, checker(op, inputs, name, columns))
+
+    return [
+        case("rms_norm_fp8", norm_inputs, "out_NH", hidden, num_rows * (7 * hidden + 4) + 2 * hidden),
+        case("silu_mul_fp8", silu_inputs, "out_NI", inner, num_rows * (5 * inner + 4)),
+    ]
+
+
 def maker(op: Callable[..., object], inputs: Callable[[], tuple], outputs: Callable[[], dict]) -> Callable[[], Call]:
     def make() -> Call:
         arguments, keywords = inputs(), outputs()
@@ -328,6 +367,7 @@ def cases_of(model: Model, batches: list[int]) -> Iterator[Case]:
         yield prepare_block_case(model, batch)
         yield accept_greedy_case(model, batch)
         yield from top1_cases(model, batch)
+        yield from fp8_rows_cases(model, batch * BLOCK)
         if batch * (BLOCK - 1) <= FP8_MAX_ROWS:
             yield from fp8_logits_cases(model, batch * (BLOCK - 1))
 

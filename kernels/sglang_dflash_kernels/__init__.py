@@ -1,4 +1,5 @@
-"""The device code of DFlash decoding: block preparation, greedy acceptance, feature storage, top-1, FP8 logits.
+"""The device code of DFlash decoding: block preparation, greedy acceptance, feature storage, top-1, and products
+in FP8.
 
 Every op exists twice under one name and one signature: a Triton kernel in this package and its oracle in pure torch in
 `sglang_dflash_kernels.reference`. `select` chooses a set once, from the device; nothing switches later. Importing this
@@ -10,8 +11,9 @@ H hidden size, L draft layers, E = 2 * kv_heads * head_dim, D head_dim, P positi
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -31,20 +33,17 @@ class Ops:
     store_features: Callable[..., None]
     top1: Callable[..., None]
     fp8_logits: Callable[..., None]
+    rms_norm_fp8: Callable[..., None]
+    silu_mul_fp8: Callable[..., None]
 
 
 def select(device: torch.device) -> Ops:
     """The Triton ops for a CUDA device, the reference ops for any other."""
+    names = [field.name for field in fields(Ops) if field.name != "name"]
     if device.type == "cuda":
-        from sglang_dflash_kernels.accept_greedy import accept_greedy
-        from sglang_dflash_kernels.fp8_logits import fp8_logits
-        from sglang_dflash_kernels.prepare_block import prepare_block
-        from sglang_dflash_kernels.store_features import store_features
-        from sglang_dflash_kernels.top1 import top1
-
-        return Ops("triton", prepare_block, accept_greedy, store_features, top1, fp8_logits)
+        modules = (importlib.import_module(f"sglang_dflash_kernels.{name}") for name in names)
+        return Ops("triton", *(getattr(module, name) for module, name in zip(modules, names, strict=True)))
 
     from sglang_dflash_kernels import reference
 
-    names = ("prepare_block", "accept_greedy", "store_features", "top1", "fp8_logits")
     return Ops("reference", *(getattr(reference, name) for name in names))

@@ -10,17 +10,19 @@ from sglang_dflash_kernels.top1_workspace import MAX_SPLITS, MAX_VOCAB, Top1Work
 # Tokens of the widest block: lanes of one program of `prepare_block` and `accept_greedy`.
 MAX_WIDTH = 64
 
-# Of `fp8_logits`: rows it takes, columns that share a scale, FP8's largest number, the least magnitude behind a scale.
-FP8_MAX_ROWS = 16
-FP8_PART = 128
+# FP8's largest number, and the least magnitude behind a scale.
 FP8_MAX = 448.0
 FP8_LEAST = 1e-12
+# Of `fp8_logits`: rows it takes, columns that share a scale.
+FP8_MAX_ROWS = 16
+FP8_PART = 128
 
 INDEX = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 FLOAT = (torch.bfloat16, torch.float16, torch.float32)
 FLOAT32 = (torch.float32,)
+FP8 = (torch.float8_e4m3fn,)
 
 
 def expect(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -102,8 +104,29 @@ def fp8_logits(hidden_NH, weight_VH, scale_V, *, logits_NV) -> tuple[int, int]:
     vocab = weight_VH.shape[0]
     assert 1 <= num_rows <= FP8_MAX_ROWS, f"hidden_NH: expected 1 to {FP8_MAX_ROWS} rows, got {num_rows}"
     expect("hidden_NH", hidden_NH, (num_rows, hidden_size), FLOAT)
-    expect("weight_VH", weight_VH, (vocab, hidden_size), (torch.float8_e4m3fn,))
+    expect("weight_VH", weight_VH, (vocab, hidden_size), FP8)
     assert weight_VH.is_contiguous(), "weight_VH: expected contiguous rows"
     expect("scale_V", scale_V, (vocab,), FLOAT32)
     expect("logits_NV", logits_NV, (num_rows, vocab), (torch.bfloat16,))
     return num_rows, vocab
+
+
+def rms_norm_fp8(x_NH, residual_NH, weight_H, *, out_NH, scale_N) -> tuple[int, int]:
+    """Returns (N, H)."""
+    num_rows, columns = x_NH.shape
+    expect("x_NH", x_NH, (num_rows, columns), FLOAT)
+    if residual_NH is not None:
+        expect("residual_NH", residual_NH, (num_rows, columns), FLOAT)
+    expect("weight_H", weight_H, (columns,), FLOAT)
+    expect("out_NH", out_NH, (num_rows, columns), FP8)
+    expect("scale_N", scale_N, (num_rows,), FLOAT32)
+    return num_rows, columns
+
+
+def silu_mul_fp8(gate_up_NI, *, out_NI, scale_N) -> tuple[int, int]:
+    """Returns (N, I)."""
+    num_rows, columns = out_NI.shape
+    expect("gate_up_NI", gate_up_NI, (num_rows, 2 * columns), FLOAT)
+    expect("out_NI", out_NI, (num_rows, columns), FP8)
+    expect("scale_N", scale_N, (num_rows,), FLOAT32)
+    return num_rows, columns

@@ -1,4 +1,4 @@
-"""Triton `fp8_logits`: a program takes 128 tokens of the head and all rows; the head is read once, at the memory's rate.
+"""Triton `fp8_logits`: a program takes 128 tokens of the head and all rows; the head is read once, at memory's rate.
 
 The head stands on the left of the product, where the tensor cores take 64 rows for four warps, and the few hidden
 states on the right.

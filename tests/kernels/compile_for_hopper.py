@@ -66,6 +66,12 @@ def main() -> None:
         torch.ones(4096),
         logits_NV=torch.zeros(15, 4096, dtype=torch.bfloat16),
     )
+    for columns in (576, 4096, 12_288):
+        x, weight = torch.zeros(15, 2 * columns, dtype=torch.bfloat16), torch.ones(columns, dtype=torch.bfloat16)
+        out, scale = torch.zeros(15, columns, dtype=torch.float8_e4m3fn), torch.zeros(15)
+        for residual in (None, x[:, columns:]):
+            ops.rms_norm_fp8(x[:, :columns], residual, weight, 1e-6, out_NH=out, scale_N=scale)
+        ops.silu_mul_fp8(x, out_NI=out, scale_N=scale)
     print(json.dumps(STORES))
 
 

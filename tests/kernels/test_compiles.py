@@ -31,9 +31,15 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
         "_split_kernel",
         "_combine_kernel",
         "_fp8_logits_kernel",
+        "_rms_norm_fp8_kernel",
+        "_silu_mul_fp8_kernel",
     }
     # 16 bytes at a time: without the alignment hint on the caches' addresses each element would be stored alone.
     assert [set(kinds) for kinds in stores["_store_features_kernel"]] == [{"st.global.v4.b32"}] * 6
+    # A thread's 16 numbers of a row at once; the scale is alone.
+    for kernel in ("_rms_norm_fp8_kernel", "_silu_mul_fp8_kernel"):
+        assert stores[kernel], kernel
+        assert all("st.global.v4.b32" in kinds for kinds in stores[kernel]), stores[kernel]
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "reference"), ("meta", "reference"), ("cuda", "triton")])
@@ -41,8 +47,9 @@ def test_select_follows_the_device(device, name):
     ops = select(torch.device(device))
     assert ops.name == name
     package = "sglang_dflash_kernels" + (".reference" if name == "reference" else "")
-    for op in ("prepare_block", "accept_greedy", "store_features", "top1", "fp8_logits"):
-        assert getattr(ops, op).__module__ == f"{package}.{op}"
+    for op in vars(ops):
+        if op != "name":
+            assert getattr(ops, op).__module__ == f"{package}.{op}"
 
 
 def test_cpu_path_imports_neither_triton_nor_sglang():

@@ -102,6 +102,36 @@ def test_fp8_logits():
     check_replays(call, inputs, outputs, refresh, tolerance=2.0**-4)
 
 
+@pytest.mark.parametrize("op", ["rms_norm_fp8", "silu_mul_fp8"])
+def test_fp8_rows(op):
+    """Within an FP8 number of the reference's, whose sums are in another order; the residual is the same."""
+    columns = HIDDEN if op == "rms_norm_fp8" else 2 * HIDDEN
+    weight_H = torch.rand(HIDDEN, device=CUDA)
+
+    def refresh():
+        return (torch.randn(15, columns, device=CUDA).bfloat16(),)
+
+    inputs = refresh()
+
+    def call(ops, outputs):
+        residual, out, rows, scale = outputs
+        residual.fill_(0.5)
+        if op == "rms_norm_fp8":
+            ops.rms_norm_fp8(*inputs, residual, weight_H, 1e-6, out_NH=out, scale_N=scale)
+        else:
+            ops.silu_mul_fp8(*inputs, out_NI=out, scale_N=scale)
+        rows.copy_(out.float() * scale[:, None])
+        out.zero_()
+
+    outputs = [
+        torch.zeros(15, HIDDEN, device=CUDA, dtype=torch.bfloat16),
+        torch.zeros(15, HIDDEN, device=CUDA, dtype=torch.float8_e4m3fn),
+        torch.zeros(15, HIDDEN, device=CUDA),
+        torch.zeros(15, device=CUDA),
+    ]
+    check_replays(call, inputs, outputs, refresh, tolerance=2.0**-3)
+
+
 def test_store_features():
     k_norm_LD = torch.rand(LAYERS, HEAD_DIM, device=CUDA)
     eps_L = torch.full((LAYERS,), 1e-6, device=CUDA)

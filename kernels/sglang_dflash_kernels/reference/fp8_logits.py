@@ -12,7 +12,7 @@ def fp8_logits(
 ) -> None:
     """Logits of a few rows by a head in FP8 (E4M3), hidden states rounded to FP8 as they are read.
 
-    With the columns in parts of 256, and hidden states of part p rounded with a scale s[n, p] of their own, which makes
+    With the columns in parts of 128, and hidden states of part p rounded with a scale s[n, p] of their own, which makes
     the part's largest magnitude FP8's largest, 448:
 
         logits[n, v] = scale[v] * sum over p of s[n, p] * (fp8(hidden[n, p] / s[n, p]) . weight[v, p])

@@ -163,6 +163,9 @@ WORKER = (
     ),
     Contract("sglang.srt.models.utils.create_fused_set_kv_buffer_arg", ("value", "layer", "forward_batch"), exact=True),
     Contract("sglang.srt.models.utils.enable_fused_set_kv_buffer", ("forward_batch",), exact=True),
+    Contract("sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod.embedding", ("layer", "input_")),
+    Contract("sglang.srt.layers.quantization.fp8_utils.apply_fp8_linear", ("input", "weight", "weight_scale", "bias")),
+    Contract("sglang.srt.layers.activation.SiluAndMul"),
     Contract("sglang.srt.mem_cache.memory_pool.KVWriteLoc"),
     Contract(
         "sglang.srt.speculative.base_spec_worker.BaseSpecWorker",

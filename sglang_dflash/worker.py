@@ -65,15 +65,15 @@ class DFlashWorker(BaseSpecWorker):
         # Read by SGLang's metrics.
         self.speculative_num_steps = 1
         self.speculative_num_draft_tokens = self.block_size
+        self._ops = kernels.select(self.device)
         self.target = TargetModel(target_worker)
-        self.drafter = DraftModel(server_args, gpu_id, nccl_port, self.target, self.block_size)
+        self.drafter = DraftModel(server_args, gpu_id, nccl_port, self.target, self.block_size, self._ops)
         self.policy = FixedWidth(self.block_size)
         self.alarm = AcceptanceAlarm()
         self._mask_token_id = arguments.mask_token_id(server_args)
         if (mask_embedding_H := arguments.mask_embedding(server_args)) is not None:
             self.target.set_mask_embedding(self._mask_token_id, mask_embedding_H)
         self._settings = config.load()
-        self._ops = kernels.select(self.device)
         # Before SGLang sizes the KV pool by the memory that is left: a head may be a copy.
         tokens_S = arguments.drafted_tokens(server_args)
         self.head = head.make(self._settings.draft_head, self.target.head(), self._ops, tokens_S)

@@ -69,7 +69,7 @@ class FP8Head:
                 out = hidden_NH.new_empty((hidden_NH.shape[0], self._copy_SH.shape[0]), dtype=torch.bfloat16)
             self._fp8_logits(hidden_NH, self._copy_SH, self._scale_S1[:, 0], logits_NV=out)
             return out
-        rounded_NH, scale_N1 = _rounded(hidden_NH)
+        rounded_NH, scale_N1 = rounded(hidden_NH)
         return torch._scaled_mm(
             rounded_NH,
             self._copy_SH.T,
@@ -83,12 +83,12 @@ class FP8Head:
         """Copy the weight anew, in place: captured graphs hold the copy's address. By parts: it runs on a full card."""
         copies, scales = self._copy_SH.split(_ROWS), self._scale_S1.split(_ROWS)
         for weight, copy, scale in zip(_parts(self.weight_VH, self.tokens_S), copies, scales, strict=True):
-            rounded, part_scale = _rounded(weight)
-            copy.copy_(rounded)
+            part, part_scale = rounded(weight)
+            copy.copy_(part)
             scale.copy_(part_scale)
 
 
-def _rounded(x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rounded(x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 rows and their float32 scales (N, 1): each row's largest magnitude becomes the largest that FP8 has."""
     scale_N1 = x_NH.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(_FP8).max
     return (x_NH / scale_N1).to(_FP8), scale_N1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,17 @@ from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker, ma
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.draft.block import BlockLayout
-from sglang_dflash.host import arguments, rounds
+from sglang_dflash.host import arguments, fp8_drafter, rounds
 from sglang_dflash.host.round_graphs import RoundGraphs
 from sglang_dflash.host.target_model import TargetModel
 from sglang_dflash.host.weights import DrafterWeights
-from sglang_dflash.inject.features import DraftLayers
+from sglang_dflash.inject.features import DraftLayers, project
 from sglang_dflash.records import Block, Round
 
 # Of N tokens: the drafter's hidden states (N, H), and their ids (N).
 Score = Callable[[torch.Tensor, torch.Tensor], None]
+# The fused context (N, H) to keys and values of every draft layer (N, L, E).
+Projection = Callable[[torch.Tensor], torch.Tensor]
 
 _DENSE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -30,7 +33,9 @@ _DENSE = (torch.float32, torch.float16, torch.bfloat16)
 class DraftModel:
     """SGLang's worker of the drafter, as the round uses it."""
 
-    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target: TargetModel, block_size: int) -> None:
+    def __init__(
+        self, server_args: Any, gpu_id: int, nccl_port: int, target: TargetModel, block_size: int, ops: Any
+    ) -> None:
         bundle = build_draft_tp_worker(
             server_args=server_args,
             gpu_id=gpu_id,
@@ -47,15 +52,9 @@ class DraftModel:
         self.model.forward_embed = target.embed
         attention = [layer.self_attn for layer in self.model.layers]
         _require_dense(attention)
-        # Before the KV pool takes the free memory: the layers' projections move into one tensor each.
-        quantized = attention[0].qkv_proj.weight.dtype not in _DENSE
-        if quantized:
-            self._kv_weight_LEH = torch.stack([_dense_weight(a.qkv_proj)[a.q_size :] for a in attention])
-        else:
-            weight_LEH = _stack_in_place([a.qkv_proj.weight for a in attention])
-            self._kv_weight_LEH = weight_LEH[:, attention[0].q_size :]
-        biases = [a.qkv_proj.bias for a in attention]
-        self._qkv_bias_LE = None if biases[0] is None else _stack_in_place(biases)
+        # Before the KV pool takes the free memory.
+        quantized = fp8_drafter.is_fp8(self.model)
+        self._project = self._projection_in_fp8(ops) if quantized else self._projection(attention)
         self._k_norm_LD = _stack_in_place([a.k_norm.weight for a in attention])
         self.weights = DrafterWeights(self.runner, arguments.drafter(server_args), quantized)
         self._spec_info = make_draft_block_spec_info(draft_token_num=block_size, device=self.runner.device)
@@ -63,6 +62,19 @@ class DraftModel:
         self._layout: BlockLayout | None = None
         self._score: Score | None = None
         self._graphs: RoundGraphs | None = None
+
+    @staticmethod
+    def _projection(attention: list[Any]) -> Projection:
+        """By the layers' own weights, which move into one tensor."""
+        q_size = attention[0].q_size
+        weight_LEH = _stack_in_place([a.qkv_proj.weight for a in attention])
+        biases = [a.qkv_proj.bias for a in attention]
+        bias_LE = None if biases[0] is None else _stack_in_place(biases)
+        return partial(project, weight_LEH[:, q_size:], None if bias_LE is None else bias_LE[:, q_size:])
+
+    def _projection_in_fp8(self, ops: Any) -> Projection:
+        linear, num_layers = fp8_drafter.refit(self.model, ops), len(self.model.layers)
+        return lambda context_NH: linear(context_NH).unflatten(1, (num_layers, -1))
 
     def init_graphs(self, layout: BlockLayout, score: Score, graphs: RoundGraphs | None) -> None:
         """Capture the drafter's graphs, each ending in `score`; `graphs` replays them, or SGLang."""
@@ -136,11 +148,9 @@ class DraftModel:
         pool = self.runner.token_to_kv_pool
         _require_token_major(pool)
         assert pool.head_num == attention[0].num_kv_heads, "the drafter's KV pool was sized for another number of heads"
-        kv_bias_LE = None if self._qkv_bias_LE is None else self._qkv_bias_LE[:, attention[0].q_size :]
         return DraftLayers(
             fuse=self.model.project_target_hidden,
-            kv_weight_LEH=self._kv_weight_LEH,
-            kv_bias_LE=kv_bias_LE,
+            project=self._project,
             k_norm_LD=self._k_norm_LD,
             eps_L=torch.tensor([a.k_norm.variance_epsilon for a in attention], device=self.runner.device),
             cos_sin_PR=attention[0].rotary_emb.cos_sin_cache,
@@ -158,13 +168,6 @@ def _stack_in_place(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     for parameter, part in zip(parameters, stacked, strict=True):
         parameter.data = part
     return stacked
-
-
-def _dense_weight(projection: Any) -> torch.Tensor:
-    """The weight (E, H) of a quantized projection, in the activations' dtype: its product with the identity."""
-    weight, dtype = projection.weight, projection.params_dtype
-    identity_HH = torch.eye(projection.input_size, dtype=dtype, device=weight.device)
-    return projection.quant_method.apply(projection, identity_HH, None).T.contiguous()
 
 
 def _require_dtype(drafter: torch.dtype, target: torch.dtype) -> None:

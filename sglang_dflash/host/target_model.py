@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
@@ -36,6 +37,7 @@ class TargetModel:
         self._penalties = Penalties(int(self.runner.model_config.vocab_size), torch.device(worker.device))
         self._processors = LogitProcessors()
         self._embedding = self.runner.model.get_input_embeddings()
+        _gather_embeddings(self._embedding)
         self._embedding_scale = 1.0 if scale is None else float(scale())
         self._mask: tuple[int, torch.Tensor] | None = None
         self._inject: Inject | None = None
@@ -181,6 +183,12 @@ class TargetModel:
         # Deferred: the runner loads the batch into its graph once, when it runs it.
         forward_batch, _ = verify_input.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
         return self.worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+
+
+def _gather_embeddings(embedding: Any) -> None:
+    """For at most 16 ids, one block, PyTorch's `embedding` takes 8 us on an H200; a gather of the same rows takes 2."""
+    if type(getattr(embedding, "quant_method", None)) is UnquantizedEmbeddingMethod:
+        embedding.quant_method.embedding = lambda layer, ids: layer.weight[ids]
 
 
 def _take_features(logits_output: Any) -> torch.Tensor:

@@ -22,8 +22,7 @@ class DraftLayers:
 
     Attributes:
         fuse: features (N, D) to the fused context (N, H).
-        kv_weight_LEH: key rows, then value rows, of every layer's projection; a view of the drafter's own weights.
-        kv_bias_LE: their biases, None where the projections have none.
+        project: the context to keys, then values, of every layer (N, L, E), any strides; by the drafter's own weights.
         k_norm_LD: weight of each layer's key norm, D here the head's size.
         eps_L: float32, epsilon of each layer's key norm.
         cos_sin_PR: rotary table, a row a position. Held here: captured graphs read it; SGLang may replace its own.
@@ -32,13 +31,20 @@ class DraftLayers:
     """
 
     fuse: Callable[[torch.Tensor], torch.Tensor]
-    kv_weight_LEH: torch.Tensor
-    kv_bias_LE: torch.Tensor | None
+    project: Callable[[torch.Tensor], torch.Tensor]
     k_norm_LD: torch.Tensor
     eps_L: torch.Tensor
     cos_sin_PR: torch.Tensor
     value_scale: float
     caches: Any
+
+
+def project(weight_LEH: torch.Tensor, bias_LE: torch.Tensor | None, context_NH: torch.Tensor) -> torch.Tensor:
+    """`DraftLayers.project` by dense weights: of each layer the key rows, then the value rows, and their biases."""
+    kv_LNE = torch.bmm(context_NH.expand(weight_LEH.shape[0], *context_NH.shape), weight_LEH.transpose(1, 2))
+    if bias_LE is not None:
+        kv_LNE += bias_LE[:, None]
+    return kv_LNE.transpose(0, 1)
 
 
 class FeatureInjector:
@@ -62,16 +68,8 @@ class FeatureInjector:
             slots_N: int64, cache slots.
         """
         layers = self._layers
-        context_NH = layers.fuse(features_ND)
-        num_layers, _, hidden_size = layers.kv_weight_LEH.shape
-        kv_LNE = torch.bmm(
-            context_NH.expand(num_layers, -1, hidden_size),
-            layers.kv_weight_LEH.transpose(1, 2),
-        )
-        if layers.kv_bias_LE is not None:
-            kv_LNE += layers.kv_bias_LE[:, None]
         self._store_features(
-            kv_LNE.transpose(0, 1),
+            layers.project(layers.fuse(features_ND)),
             positions_N,
             slots_N,
             k_norm_LD=layers.k_norm_LD,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import proposer
 from sglang_dflash.draft.block import BlockLayout
 from sglang_dflash.draft.head import DenseHead
-from sglang_dflash.inject.features import DraftLayers, FeatureInjector
+from sglang_dflash.inject.features import DraftLayers, FeatureInjector, project
 from sglang_dflash.policy.fixed import FixedWidth
 from sglang_dflash.records import Block, Draft, Round, Verified
 
@@ -296,8 +297,7 @@ def draft_layers(*, bias: bool, rotary_dim: int) -> DraftLayers:
     caches = [[torch.full((NUM_SLOTS, HEADS, HEAD_DIM), math.nan) for _ in range(LAYERS)] for _ in range(2)]
     return DraftLayers(
         fuse=lambda features_ND: torch.nn.functional.rms_norm(features_ND @ fc.T, (CONTEXT,), norm, 1e-5),
-        kv_weight_LEH=random(LAYERS, size + 6, CONTEXT)[:, 6:],
-        kv_bias_LE=random(LAYERS, size) if bias else None,
+        project=partial(project, random(LAYERS, size + 6, CONTEXT)[:, 6:], random(LAYERS, size) if bias else None),
         k_norm_LD=random(LAYERS, HEAD_DIM),
         eps_L=torch.tensor([1e-6, 1e-3, 0.1]),
         cos_sin_PR=torch.cat([angles.cos(), angles.sin()], dim=1),
@@ -309,8 +309,8 @@ def draft_layers(*, bias: bool, rotary_dim: int) -> DraftLayers:
 def key_and_value(layers: DraftLayers, layer: int, head: int, feature_D: torch.Tensor, position: int) -> torch.Tensor:
     """One token's key and value (2, head_dim) in one layer and head, written out."""
     context_H = layers.fuse(feature_D[None])[0]
-    bias = 0 if layers.kv_bias_LE is None else layers.kv_bias_LE[layer]
-    kv_E = layers.kv_weight_LEH[layer] @ context_H + bias
+    weight_LEH, bias_LE = layers.project.args
+    kv_E = weight_LEH[layer] @ context_H + (0 if bias_LE is None else bias_LE[layer])
     key = kv_E[head * HEAD_DIM : (head + 1) * HEAD_DIM].tolist()
     value = kv_E[(HEADS + head) * HEAD_DIM : (HEADS + head + 1) * HEAD_DIM] * layers.value_scale
     scale = 1 / math.sqrt(sum(x * x for x in key) / HEAD_DIM + float(layers.eps_L[layer]))

@@ -18,8 +18,10 @@ from sglang_dflash.drafter_variants import MASK_EMBEDDING_FILE
 if bootstrap.wanted():
     bootstrap.install()
 
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+
 from sglang_dflash import worker
-from sglang_dflash.host import draft_model, weights
+from sglang_dflash.host import draft_model, target_model, weights
 from sglang_dflash.host.target_model import TargetModel
 
 Tensors = list[tuple[str, torch.Tensor]]
@@ -203,20 +205,16 @@ def test_injection_reads_the_parameters_as_they_are_now(
     monkeypatch.setattr(draft_model, "_require_token_major", lambda pool: None)
     monkeypatch.setattr(draft_model.arguments, "drafter", lambda args: checkpoint.read_config(drafter))
     target = SimpleNamespace(embed=None, runner=SimpleNamespace(dtype=torch.float32, model_config=None))
-    read = draft_model.DraftModel(None, 0, 0, target, 4).layers()
+    read = draft_model.DraftModel(None, 0, 0, target, 4, None).layers()
     for i, layer in enumerate(layers, 1):
         for parameter in (layer.qkv_proj.weight, layer.qkv_proj.bias, layer.k_norm.weight):
             if parameter is not None:
                 parameter.data.copy_(torch.full_like(parameter, i))
-    assert read.kv_weight_LEH.shape == (3, 4, 3)
-    assert read.kv_weight_LEH[:, 0, 0].tolist() == [1, 2, 3]
+    kv_NLE = read.project(torch.tensor([[1.0, 10.0, 100.0], [0.0, 0.0, 0.0]]))
+    assert kv_NLE.shape == (2, 3, 4)
+    assert kv_NLE[0, :, 0].tolist() == [111 * i + (i if bias else 0) for i in (1, 2, 3)]
+    assert kv_NLE[1, :, 0].tolist() == [i if bias else 0 for i in (1, 2, 3)]
     assert read.k_norm_LD[:, 0].tolist() == [1, 2, 3]
-    if bias:
-        assert read.kv_bias_LE is not None
-        assert read.kv_bias_LE.shape == (3, 4)
-        assert read.kv_bias_LE[:, 0].tolist() == [1, 2, 3]
-    else:
-        assert read.kv_bias_LE is None
 
 
 def embedding(scale: float | None = None) -> TargetModel:
@@ -274,3 +272,18 @@ def test_a_file_that_is_no_mask_embedding_is_refused(drafter: Path, tmp_path: Pa
     (tmp_path / MASK_EMBEDDING_FILE).write_bytes(b"no pickle")
     with pytest.raises(ValueError, match="expected embedding and mask_token_id, got "):
         checkpoint.load_mask_embedding(tmp_path, checkpoint.read_config(drafter), MASK_TOKEN_ID)
+
+
+def test_embeddings_are_gathered_where_their_table_is_plain() -> None:
+    """The same rows as by PyTorch's `embedding`, whose kernel for a block's few ids is slow; others keep their method."""
+    ids_N = torch.tensor([3, 0, 3, 1])
+    table = torch.nn.Embedding.from_pretrained(torch.randn(4, 3))
+    table.quant_method = UnquantizedEmbeddingMethod()
+    expected_NH = table.quant_method.embedding(table, ids_N)
+    target_model._gather_embeddings(table)
+    assert "embedding" in vars(table.quant_method)
+    assert torch.equal(table.quant_method.embedding(table, ids_N), expected_NH)
+    table.quant_method = other = type("Quantized", (UnquantizedEmbeddingMethod,), {})()
+    target_model._gather_embeddings(table)
+    assert "embedding" not in vars(other)
+    target_model._gather_embeddings(torch.nn.Embedding(4, 3))

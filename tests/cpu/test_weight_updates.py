@@ -275,7 +275,7 @@ def test_a_file_that_is_no_mask_embedding_is_refused(drafter: Path, tmp_path: Pa
 
 
 def test_embeddings_are_gathered_where_their_table_is_plain() -> None:
-    """The same rows as by PyTorch's `embedding`, whose kernel for a block's few ids is slow; others keep their method."""
+    """The rows that `embedding` takes, whose kernel for a few ids is slow; a table of another kind keeps its method."""
     ids_N = torch.tensor([3, 0, 3, 1])
     table = torch.nn.Embedding.from_pretrained(torch.randn(4, 3))
     table.quant_method = UnquantizedEmbeddingMethod()

@@ -19,6 +19,24 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 _PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 
 
+def keep_greedy(sampler: Any) -> None:
+    """Let SGLang's sampler give greedy requests the argmax beside requests that sample, as it does where none samples.
+
+    It draws from what top-k 1 leaves of the probabilities, and of equal ones that is all: with logits of 16 bits a
+    greedy answer would change from run to run. Where it applies custom logit processors itself it has its way.
+    """
+    original = sampler.forward
+
+    def forward(output: Any, info: Any, *args: Any, **options: Any) -> torch.Tensor:
+        if info.is_all_greedy or not info.is_any_greedy or info.has_custom_logit_processor:
+            return original(output, info, *args, **options)
+        choices_N = output.next_token_logits.argmax(dim=-1)  # before they are overwritten
+        tokens_N = original(output, info, *args, **options)
+        return torch.where(info.top_ks == 1, choices_N.to(tokens_N.dtype), tokens_N)
+
+    sampler.forward = forward
+
+
 def add_bias(info: Any, logits_BWV: torch.Tensor) -> None:
     """Add each request's logit bias to its rows."""
     if info.logit_bias is not None:

@@ -38,6 +38,7 @@ class TargetModel:
         self._processors = LogitProcessors()
         self._embedding = self.runner.model.get_input_embeddings()
         _gather_embeddings(self._embedding)
+        sampling.keep_greedy(self.runner.sampler)
         self._embedding_scale = 1.0 if scale is None else float(scale())
         self._mask: tuple[int, torch.Tensor] | None = None
         self._inject: Inject | None = None

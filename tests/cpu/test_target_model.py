@@ -50,7 +50,8 @@ def a_target(injected: Injected, backend: Backend, monkeypatch: pytest.MonkeyPat
     graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=backend)))
     monkeypatch.setattr(target_model, "get_exec", lambda: SimpleNamespace(graph=graph))
     model = SimpleNamespace(get_input_embeddings=lambda: None)
-    runner = SimpleNamespace(model=model, model_config=SimpleNamespace(vocab_size=V), capture_tail_hooks=[])
+    config = SimpleNamespace(vocab_size=V)
+    runner = SimpleNamespace(model=model, model_config=config, capture_tail_hooks=[], sampler=torch.nn.Identity())
     made = TargetModel(SimpleNamespace(model_runner=runner, device="cpu"))
     made.init_graphs(injected, GreedyChoices(OPS, B, K, torch.device("cpu")), None)
     return made

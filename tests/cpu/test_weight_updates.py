@@ -222,7 +222,8 @@ def embedding(scale: float | None = None) -> TargetModel:
     model = SimpleNamespace(get_input_embeddings=lambda: table)
     if scale is not None:
         model.get_dflash_noise_embedding_scale = lambda: scale
-    runner = SimpleNamespace(model=model, model_config=SimpleNamespace(vocab_size=4))
+    config = SimpleNamespace(vocab_size=4)
+    runner = SimpleNamespace(model=model, model_config=config, sampler=torch.nn.Identity())
     return TargetModel(SimpleNamespace(model_runner=runner, device="cpu"))
 
 

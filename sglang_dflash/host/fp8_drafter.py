@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear
 
 from sglang_dflash.draft.head import rounded
@@ -30,12 +31,13 @@ def refit(model: Any, ops: Any) -> FP8Linear:
         ValueError: weights in FP8 by another rule than a scale for each output.
     """
     attention = [layer.self_attn for layer in model.layers]
-    for projection in (a.qkv_proj for a in attention):
-        if projection.weight_scale.numel() != projection.weight.shape[1] or projection.input_scale is not None:
-            raise ValueError(
-                "the drafter: expected FP8 weights with a scale for each output, and inputs rounded as they come, got "
-                "others; start the server without --speculative-draft-model-quantization."
-            )
+    products = [p for a in attention for p in (a.qkv_proj, a.o_proj)]
+    products += [p for layer in model.layers for p in (layer.mlp.gate_up_proj, layer.mlp.down_proj)]
+    if not all(map(_rounds_by_row, products)):
+        raise ValueError(
+            "the drafter: expected all of its layers' weights in FP8 with a scale for each output, and inputs rounded "
+            "as they come, got others; start the server without --speculative-draft-model-quantization."
+        )
     model.fc = FP8Linear(*rounded(model.fc.weight))
     for layer in model.layers:
         layer.input_layernorm = RoundedNorm(layer.input_layernorm, ops)
@@ -48,6 +50,15 @@ def refit(model: Any, ops: Any) -> FP8Linear:
         torch.cat([a.qkv_proj.weight.T[a.q_size :] for a in attention]),
         torch.cat([a.qkv_proj.weight_scale.view(-1, 1)[a.q_size :] for a in attention]),
         None if biases[0] is None else torch.cat([bias[a.q_size :] for bias, a in zip(biases, attention, strict=True)]),
+    )
+
+
+def _rounds_by_row(product: Any) -> bool:
+    return (
+        isinstance(product.quant_method, Fp8LinearMethod)
+        and not product.quant_method.block_quant
+        and product.weight_scale.numel() == product.weight.shape[1]
+        and product.input_scale is None
     )
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from sglang.kernels.fused_op import get_fused_op_backend
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.models.llama import LlamaAttention
@@ -28,7 +29,9 @@ def fuse(runner: Any) -> int:
 
     Call after the runner's KV pool is made and before its graphs are captured.
     """
-    if not _plain_pool(runner.token_to_kv_pool) or get_exec().deterministic.rl_on_policy_target is not None:
+    if not _plain_pool(runner.token_to_kv_pool) or get_fused_op_backend() is not None:
+        return 0
+    if get_exec().deterministic.rl_on_policy_target is not None:
         return 0
     attention = [module for module in runner.model.modules() if type(module) in _SERVED and _rotates(module)]
     for module in attention:
@@ -37,7 +40,12 @@ def fuse(runner: Any) -> int:
 
 
 def _plain_pool(pool: Any) -> bool:
-    return type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and not pool.is_quantized_kv_cache
+    return (
+        type(pool) is MHATokenToKVPool
+        and pool.kv_cache_layout == "nhd"
+        and not pool.is_quantized_kv_cache
+        and pool.dtype == torch.bfloat16
+    )
 
 
 def _rotates(attention: Any) -> bool:
@@ -55,7 +63,9 @@ def _rotates(attention: Any) -> bool:
 def _forward(
     attention: Any, original: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any
 ) -> torch.Tensor:
-    if not (forward_batch.forward_mode.is_target_verify() and enable_fused_set_kv_buffer(forward_batch)):
+    # A rotation that torch compiles is another one, which stores nothing.
+    stores = enable_fused_set_kv_buffer(forward_batch) and not attention.rotary_emb.is_torch_compile
+    if not (stores and forward_batch.forward_mode.is_target_verify()):
         return original(positions, hidden_states, forward_batch)
     qkv, _ = attention.qkv_proj(hidden_states)
     q, k, v = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)

@@ -54,9 +54,14 @@ def test_what_a_sampler_is_overruled_in(top_ks: list[int], custom: bool, expecte
 
 
 def test_a_block_of_a_greedy_request_beside_one_that_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With SGLang's own sampler: the greedy one's tokens are always the same, the other's are not."""
-    kernel = SimpleNamespace(sampling_backend="pytorch")
-    monkeypatch.setattr(sampler, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+    """With SGLang's own sampler, all but its draw: the greedy one's tokens are the same, the other's are not."""
+
+    def draw(self: Any, probs_NV: torch.Tensor, info: Any, *args: Any) -> tuple[torch.Tensor, None]:
+        likeliest_NV = probs_NV == probs_NV.amax(dim=-1, keepdim=True)
+        left_NV = torch.where((info.top_ks == 1)[:, None], likeliest_NV, probs_NV > 0)
+        return torch.multinomial(left_NV.float(), 1)[:, 0], None
+
+    monkeypatch.setattr(sampler.Sampler, "_sample_from_probs", draw)
     runner, width = sampled_rounds._runner(), 3
     sampling.keep_greedy(runner.sampler)
     options = [Options(top_k=1), Options(temperature=1.0)]

@@ -25,7 +25,7 @@ class Rotary(RotaryEmbedding):
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
         self.head_size = self.rotary_dim = HEAD
-        self.use_fallback_kernel = False
+        self.use_fallback_kernel = self.is_torch_compile = False
         self.stores = 0
 
     def forward(self, positions: Any, q: Any, k: Any, fused_set_kv_buffer_arg: Any = None) -> Any:
@@ -46,9 +46,11 @@ class Attention(torch.nn.Module):
     def __init__(self, pool: Any) -> None:
         super().__init__()
         self.pool, self.k_scale, self.v_scale = pool, None, None
+        self.stores = 0
 
     def forward(self, q: Any, k: Any, v: Any, forward_batch: Any, save_kv_cache: bool = True) -> Any:
         if save_kv_cache:
+            self.stores += 1
             self.pool.k_buffer[0].view(SLOTS, -1)[forward_batch.out_cache_loc] = k
             self.pool.v_buffer[0].view(SLOTS, -1)[forward_batch.out_cache_loc] = v
         cached = sum(
@@ -76,6 +78,7 @@ class Linear(torch.nn.Linear):
 def made(kind: type) -> Any:
     """An attention layer of SGLang's class, with small parts of ours, and its runner."""
     pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
+    pool.dtype = torch.bfloat16
     pool.kv_cache_layout, pool.quant_method = "nhd", UnquantizedKVCacheMethod.__new__(UnquantizedKVCacheMethod)
     pool.k_buffer, pool.v_buffer = (list(torch.zeros(2, 1, SLOTS, KV_HEADS, HEAD)[i]) for i in range(2))
     layer = kind.__new__(kind)
@@ -91,13 +94,16 @@ def made(kind: type) -> Any:
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What SGLang's forward context and settings are during a pass."""
-    state = SimpleNamespace(pool=None, on_cuda=True, deterministic=SimpleNamespace(rl_on_policy_target=None))
+    state = SimpleNamespace(
+        pool=None, on_cuda=True, forced=None, deterministic=SimpleNamespace(rl_on_policy_target=None)
+    )
     pool = lambda: SimpleNamespace(  # noqa: E731
         get_key_buffer=lambda i: state.pool.k_buffer[i], get_value_buffer=lambda i: state.pool.v_buffer[i]
     )
     monkeypatch.setattr("sglang.srt.models.utils.get_token_to_kv_pool", pool)
     monkeypatch.setattr(rope_store, "enable_fused_set_kv_buffer", lambda forward_batch: state.on_cuda)
     monkeypatch.setattr(rope_store, "get_exec", lambda: state)
+    monkeypatch.setattr(rope_store, "get_fused_op_backend", lambda: state.forced)
     monkeypatch.setattr("sglang.srt.models.qwen3.get_exec", lambda: state)
     settings = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=None)))
     monkeypatch.setattr("sglang.srt.models.utils.get_exec", lambda: settings)
@@ -124,7 +130,7 @@ def test_a_pass_over_blocks_is_sglangs(kind: type, host: SimpleNamespace) -> Non
         for buffers in (pool.k_buffer, pool.v_buffer):
             buffers[0].zero_()
         got = layer(positions=positions, hidden_states=hidden, forward_batch=batch(True))
-    assert layer.rotary_emb.stores == 1
+    assert (layer.rotary_emb.stores, layer.attn.stores) == (1, 1), "one of them in each of the two passes"
     assert torch.equal(got, expected)
     assert torch.equal(torch.stack([pool.k_buffer[0], pool.v_buffer[0]]), cached)
 
@@ -138,7 +144,9 @@ def test_other_passes_are_left_to_sglang(host: SimpleNamespace) -> None:
         layer(positions, hidden, batch(False))
         host.on_cuda = False
         layer(positions, hidden, batch(True))
-    assert layer.rotary_emb.stores == 0
+        host.on_cuda, layer.rotary_emb.is_torch_compile = True, True
+        layer(positions, hidden, batch(True))
+    assert (layer.rotary_emb.stores, layer.attn.stores) == (0, 3)
 
 
 class OtherRotary(Rotary):
@@ -174,6 +182,14 @@ def _a_quantized_cache(layer: Any, runner: Any, host: Any) -> None:
     runner.token_to_kv_pool.quant_method = None
 
 
+def _float16(layer: Any, runner: Any, host: Any) -> None:
+    runner.token_to_kv_pool.dtype = torch.float16
+
+
+def _a_forced_backend(layer: Any, runner: Any, host: Any) -> None:
+    host.forced = "torch"
+
+
 def _another_pool(layer: Any, runner: Any, host: Any) -> None:
     runner.token_to_kv_pool.__class__ = type("Pool", (MHATokenToKVPool,), {})
 
@@ -186,7 +202,7 @@ def _on_policy(layer: Any, runner: Any, host: Any) -> None:
     "change",
     [
         *(_another_rotation, _part_of_a_head, _a_fallback_kernel, _scaled_keys, _another_model),
-        *(_another_layout, _a_quantized_cache, _another_pool, _on_policy),
+        *(_another_layout, _a_quantized_cache, _float16, _another_pool, _on_policy, _a_forced_backend),
     ],
 )
 def test_what_is_not_served(change: Any, host: SimpleNamespace) -> None:

@@ -57,6 +57,10 @@ def a_target(injected: Injected, backend: Backend, monkeypatch: pytest.MonkeyPat
     return made
 
 
+def test_sglangs_sampler_is_told_of_greedy_requests(target: TargetModel) -> None:
+    assert "forward" in vars(target.runner.sampler)
+
+
 def a_batch(**fields: Any) -> Any:
     """SGLang's batch of greedy requests without an option; some of its fields, or of its sampling info, given."""
     info = {"is_all_greedy": True, "logit_bias": None, "has_custom_logit_processor": False}

@@ -21,7 +21,7 @@ if bootstrap.wanted():
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 
 from sglang_dflash import worker
-from sglang_dflash.host import draft_model, target_model, weights
+from sglang_dflash.host import draft_model, weights
 from sglang_dflash.host.target_model import TargetModel
 
 Tensors = list[tuple[str, torch.Tensor]]
@@ -275,16 +275,30 @@ def test_a_file_that_is_no_mask_embedding_is_refused(drafter: Path, tmp_path: Pa
         checkpoint.load_mask_embedding(tmp_path, checkpoint.read_config(drafter), MASK_TOKEN_ID)
 
 
-def test_embeddings_are_gathered_where_their_table_is_plain() -> None:
-    """The rows that `embedding` takes, whose kernel for a few ids is slow; a table of another kind keeps its method."""
-    ids_N = torch.tensor([3, 0, 3, 1])
-    table = torch.nn.Embedding.from_pretrained(torch.randn(4, 3))
-    table.quant_method = UnquantizedEmbeddingMethod()
-    expected_NH = table.quant_method.embedding(table, ids_N)
-    target_model._gather_embeddings(table)
-    assert "embedding" in vars(table.quant_method)
-    assert torch.equal(table.quant_method.embedding(table, ids_N), expected_NH)
-    table.quant_method = other = type("Quantized", (UnquantizedEmbeddingMethod,), {})()
-    target_model._gather_embeddings(table)
-    assert "embedding" not in vars(other)
-    target_model._gather_embeddings(torch.nn.Embedding(4, 3))
+class Table:
+    """Of a GPU, or not."""
+
+    def __init__(self, is_cuda: bool) -> None:
+        self.is_cuda, self.rows = is_cuda, torch.randn(4, 3)
+
+    def __getitem__(self, ids_N: torch.Tensor) -> torch.Tensor:
+        return self.rows[ids_N]
+
+
+@pytest.mark.parametrize("kind", [UnquantizedEmbeddingMethod, type("Quantized", (UnquantizedEmbeddingMethod,), {})])
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_a_plain_table_on_a_gpu_is_indexed(is_cuda: bool, kind: type) -> None:
+    """The rows that `embedding` takes, whose kernel for a few ids is slow."""
+    table = SimpleNamespace(quant_method=kind(), weight=Table(is_cuda))
+    config = SimpleNamespace(vocab_size=4)
+    model = SimpleNamespace(get_input_embeddings=lambda: table)
+    TargetModel(
+        SimpleNamespace(
+            model_runner=SimpleNamespace(model=model, model_config=config, sampler=torch.nn.Identity()), device="cpu"
+        )
+    )
+    indexed = "embedding" in vars(table.quant_method)
+    assert indexed == (is_cuda and kind is UnquantizedEmbeddingMethod)
+    if indexed:
+        ids_N = torch.tensor([3, 0, 3, 1])
+        assert torch.equal(table.quant_method.embedding(table, ids_N), table.weight.rows[[3, 0, 3, 1]])

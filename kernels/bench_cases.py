@@ -263,6 +263,7 @@ def fp8_rows_cases(model: Model, num_rows: int) -> list[Case]:
         return Case(op, model.name, f"N={num_rows}", bytes_moved, make, checker(op, inputs, name, columns))
 
     return [
+        case("round_fp8", lambda: norm_inputs()[:1], "out_NH", hidden, num_rows * (3 * hidden + 4)),
         case("rms_norm_fp8", norm_inputs, "out_NH", hidden, num_rows * (7 * hidden + 4) + 2 * hidden),
         case("silu_mul_fp8", silu_inputs, "out_NI", inner, num_rows * (5 * inner + 4)),
     ]

@@ -33,6 +33,7 @@ class Ops:
     store_features: Callable[..., None]
     top1: Callable[..., None]
     fp8_logits: Callable[..., None]
+    round_fp8: Callable[..., None]
     rms_norm_fp8: Callable[..., None]
     silu_mul_fp8: Callable[..., None]
 

@@ -111,15 +111,21 @@ def fp8_logits(hidden_NH, weight_VH, scale_V, *, logits_NV) -> tuple[int, int]:
     return num_rows, vocab
 
 
-def rms_norm_fp8(x_NH, residual_NH, weight_H, *, out_NH, scale_N) -> tuple[int, int]:
+def round_fp8(x_NH, *, out_NH, scale_N) -> tuple[int, int]:
     """Returns (N, H)."""
     num_rows, columns = x_NH.shape
     expect("x_NH", x_NH, (num_rows, columns), FLOAT)
+    expect("out_NH", out_NH, (num_rows, columns), FP8)
+    expect("scale_N", scale_N, (num_rows,), FLOAT32)
+    return num_rows, columns
+
+
+def rms_norm_fp8(x_NH, residual_NH, weight_H, *, out_NH, scale_N) -> tuple[int, int]:
+    """Returns (N, H)."""
+    num_rows, columns = round_fp8(x_NH, out_NH=out_NH, scale_N=scale_N)
     if residual_NH is not None:
         expect("residual_NH", residual_NH, (num_rows, columns), FLOAT)
     expect("weight_H", weight_H, (columns,), FLOAT)
-    expect("out_NH", out_NH, (num_rows, columns), FP8)
-    expect("scale_N", scale_N, (num_rows,), FLOAT32)
     return num_rows, columns
 
 

@@ -14,7 +14,7 @@ import torch
 from sglang_dflash_kernels.contracts import FP8_MAX_ROWS
 
 _FP8 = torch.float8_e4m3fn
-_ROWS = 4096  # tokens of the head that are rounded at once: their float32 form is 64 MiB at a hidden size of 4096
+_ROWS = 4096  # tokens of the head that are copied at once: 32 MiB in 16 bits at a hidden size of 4096
 
 
 class Head(Protocol):
@@ -57,7 +57,7 @@ class FP8Head:
     def __init__(self, weight_VH: torch.Tensor, ops: Any, tokens_S: torch.Tensor | None = None) -> None:
         self.weight_VH = weight_VH
         self.tokens_S = tokens_S
-        self._fp8_logits = ops.fp8_logits
+        self._ops = ops
         num_rows = weight_VH.shape[0] if tokens_S is None else tokens_S.shape[0]
         self._copy_SH = weight_VH.new_empty((num_rows, weight_VH.shape[1]), dtype=_FP8)
         self._scale_S1 = weight_VH.new_empty((num_rows, 1), dtype=torch.float32)
@@ -67,9 +67,9 @@ class FP8Head:
         if hidden_NH.shape[0] <= FP8_MAX_ROWS:
             if out is None:
                 out = hidden_NH.new_empty((hidden_NH.shape[0], self._copy_SH.shape[0]), dtype=torch.bfloat16)
-            self._fp8_logits(hidden_NH, self._copy_SH, self._scale_S1[:, 0], logits_NV=out)
+            self._ops.fp8_logits(hidden_NH, self._copy_SH, self._scale_S1[:, 0], logits_NV=out)
             return out
-        rounded_NH, scale_N1 = rounded(hidden_NH)
+        rounded_NH, scale_N1 = rounded(hidden_NH, self._ops)
         return torch._scaled_mm(
             rounded_NH,
             self._copy_SH.T,
@@ -83,15 +83,15 @@ class FP8Head:
         """Copy the weight anew, in place: captured graphs hold the copy's address. By parts: it runs on a full card."""
         copies, scales = self._copy_SH.split(_ROWS), self._scale_S1.split(_ROWS)
         for weight, copy, scale in zip(_parts(self.weight_VH, self.tokens_S), copies, scales, strict=True):
-            part, part_scale = rounded(weight)
-            copy.copy_(part)
-            scale.copy_(part_scale)
+            self._ops.round_fp8(weight, out_NH=copy, scale_N=scale[:, 0])
 
 
-def rounded(x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rounded(x_NH: torch.Tensor, ops: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 rows and their float32 scales (N, 1): each row's largest magnitude becomes the largest that FP8 has."""
-    scale_N1 = x_NH.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(_FP8).max
-    return (x_NH / scale_N1).to(_FP8), scale_N1
+    rows_NH = torch.empty_like(x_NH, dtype=_FP8, memory_format=torch.contiguous_format)
+    scale_N1 = x_NH.new_empty((x_NH.shape[0], 1), dtype=torch.float32)
+    ops.round_fp8(x_NH, out_NH=rows_NH, scale_N=scale_N1[:, 0])
+    return rows_NH, scale_N1
 
 
 def _parts(weight_VH: torch.Tensor, tokens_S: torch.Tensor | None) -> Iterator[torch.Tensor]:

@@ -38,7 +38,7 @@ def refit(model: Any, ops: Any) -> FP8Linear:
             "the drafter: expected all of its layers' weights in FP8 with a scale for each output, and inputs rounded "
             "as they come, got others; start the server without --speculative-draft-model-quantization."
         )
-    model.fc = FP8Linear(*rounded(model.fc.weight))
+    model.fc = FP8Linear(*rounded(model.fc.weight.detach(), ops))
     for layer in model.layers:
         layer.input_layernorm = RoundedNorm(layer.input_layernorm, ops)
         layer.post_attention_layernorm = RoundedNorm(layer.post_attention_layernorm, ops)

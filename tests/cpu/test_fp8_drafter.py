@@ -30,7 +30,7 @@ def apply_fp8_linear(
     """SGLang's product: of rows in FP8, or of rows that it rounds first."""
     dtype, rounds = options.get("pre_quant_output_dtype") or input.dtype, input.dtype != torch.float8_e4m3fn
     CALLS.append("rounds" if rounds else "takes rounded")
-    rows, scale = rounded(input) if rounds else (input, input_scale)
+    rows, scale = rounded(input, OPS) if rounds else (input, input_scale)
     assert scale.shape == (rows.shape[0], 1)
     assert weight_scale.shape == (1, weight.shape[1])
     out = (rows.float() * scale) @ (weight.float() * weight_scale)
@@ -42,7 +42,7 @@ class Linear(torch.nn.Module):
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
-        weight, scale = rounded(torch.randn(outputs, inputs) * torch.logspace(-1, 1, outputs)[:, None])
+        weight, scale = rounded(torch.randn(outputs, inputs) * torch.logspace(-1, 1, outputs)[:, None], OPS)
         self.weight, self.weight_scale, self.input_scale = weight.T, scale.T.contiguous(), None
         self.bias = torch.randn(outputs).bfloat16() if bias else None
         self.quant_method = method = fp8.Fp8LinearMethod.__new__(fp8.Fp8LinearMethod)

@@ -71,6 +71,7 @@ def main() -> None:
         out, scale = torch.zeros(15, columns, dtype=torch.float8_e4m3fn), torch.zeros(15)
         for residual in (None, x[:, columns:]):
             ops.rms_norm_fp8(x[:, :columns], residual, weight, 1e-6, out_NH=out, scale_N=scale)
+        ops.round_fp8(x[:, :columns], out_NH=out, scale_N=scale)
         ops.silu_mul_fp8(x, out_NI=out, scale_N=scale)
     print(json.dumps(STORES))
 

@@ -31,13 +31,15 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
         "_split_kernel",
         "_combine_kernel",
         "_fp8_logits_kernel",
+        "_round_fp8_kernel",
         "_rms_norm_fp8_kernel",
         "_silu_mul_fp8_kernel",
     }
     # 16 bytes at a time: without the alignment hint on the caches' addresses each element would be stored alone.
     assert [set(kinds) for kinds in stores["_store_features_kernel"]] == [{"st.global.v4.b32"}] * 6
     # A thread's 16 numbers of a row at once: its FP8 ones, where a residual is added its sums too; the scale is alone.
-    assert [kinds["st.global.v4.b32"] for kinds in stores["_silu_mul_fp8_kernel"]] == [1, 1, 2]
+    for kernel in ("_round_fp8_kernel", "_silu_mul_fp8_kernel"):
+        assert [kinds["st.global.v4.b32"] for kinds in stores[kernel]] == [1, 1, 2], kernel
     assert [kinds["st.global.v4.b32"] for kinds in stores["_rms_norm_fp8_kernel"]] == [1, 3, 1, 3, 2, 6]
 
 

@@ -102,10 +102,10 @@ def test_fp8_logits():
     check_replays(call, inputs, outputs, refresh, tolerance=2.0**-4)
 
 
-@pytest.mark.parametrize("op", ["rms_norm_fp8", "silu_mul_fp8"])
+@pytest.mark.parametrize("op", ["round_fp8", "rms_norm_fp8", "silu_mul_fp8"])
 def test_fp8_rows(op):
     """Within an FP8 number of the reference's, whose sums are in another order; the residual is the same."""
-    columns = HIDDEN if op == "rms_norm_fp8" else 2 * HIDDEN
+    columns = 2 * HIDDEN if op == "silu_mul_fp8" else HIDDEN
     weight_H = torch.rand(HIDDEN, device=CUDA)
 
     def refresh():
@@ -118,7 +118,9 @@ def test_fp8_rows(op):
     def call(ops, outputs):
         residual, rows, scale = outputs
         residual.fill_(0.5)
-        if op == "rms_norm_fp8":
+        if op == "round_fp8":
+            ops.round_fp8(*inputs, out_NH=out, scale_N=scale)
+        elif op == "rms_norm_fp8":
             ops.rms_norm_fp8(*inputs, residual, weight_H, 1e-6, out_NH=out, scale_N=scale)
         else:
             ops.silu_mul_fp8(*inputs, out_NI=out, scale_N=scale)

@@ -1,4 +1,4 @@
-"""`rms_norm_fp8` and `silu_mul_fp8`: rows in FP8 with a scale each."""
+"""`round_fp8`, `rms_norm_fp8` and `silu_mul_fp8`: rows in FP8 with a scale each."""
 
 from __future__ import annotations
 
@@ -64,6 +64,40 @@ def check(out, scale, want, want_scale, exact):
 def skip_where_rounding_is_wrong(ops, device):
     if ops.name == "triton" and device.type == "cpu":
         pytest.skip("Triton's interpreter rounds to FP8 wrongly")
+
+
+def run_round(ops, poison, device, x, dtype):
+    rows, columns = x.shape
+    wide = torch.full((rows, columns + 8), 1e4, dtype=dtype, device=device)
+    wide[:, :columns] = x
+    scale = poison.output(rows, dtype=torch.float32)
+    fp8 = torch.full((rows, columns + 16), 3.0, device=device).to(torch.float8_e4m3fn)
+    ops.round_fp8(wide[:, :columns], out_NH=fp8[:, :columns], scale_N=scale)
+    poison.check_surroundings()
+    assert (fp8[:, columns:].float() == 3.0).all()
+    return fp8[:, :columns].float(), scale
+
+
+def naive_round(x):
+    rows, scales = zip(*(rounded(row) for row in x), strict=True)
+    return torch.tensor(rows), torch.tensor(scales)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (2, 20480)])
+def test_round_of_exact_numbers(ops, poison, device, rows, columns):
+    generator = torch.Generator().manual_seed(rows + columns)
+    x = grid(generator, rows, columns) * 2.0 ** torch.arange(rows)[:, None]
+    out, scale = run_round(ops, poison, device, x, torch.bfloat16)
+    check(out, scale, *naive_round(x.tolist()), exact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_round(ops, poison, device, dtype):
+    skip_where_rounding_is_wrong(ops, device)
+    generator = torch.Generator().manual_seed(2)
+    x = (torch.randn(7, 640, generator=generator) * 2.0 ** torch.arange(-9, 5, 2)[:, None]).to(dtype).float()
+    out, scale = run_round(ops, poison, device, x, dtype)
+    check(out, scale, *naive_round(x.tolist()), exact=False)
 
 
 def run_norm(ops, poison, device, x, residual, weight, dtype):
@@ -151,25 +185,29 @@ def test_silu_mul(ops, poison, device, dtype):
     check(out, scale, *naive_silu_mul(gate_up.tolist()), exact=False)
 
 
+def run_all(ops, x, weight, out, scale):
+    """Each op on x, whose second half is silu_mul's up projection; after each its name."""
+    ops.round_fp8(x, out_NH=out, scale_N=scale)
+    yield "round_fp8"
+    ops.rms_norm_fp8(x, None, weight, EPS, out_NH=out, scale_N=scale)
+    yield "rms_norm_fp8"
+    ops.silu_mul_fp8(x, out_NI=out[:, : out.shape[1] // 2], scale_N=scale)
+    yield "silu_mul_fp8"
+
+
 def test_rows_of_zeros(ops, device):
-    x = torch.zeros(2, 32, device=device, dtype=torch.bfloat16)
-    for op in ("rms_norm_fp8", "silu_mul_fp8"):
-        scale = torch.zeros(2, device=device)
-        out = torch.full((2, 32 if op == "rms_norm_fp8" else 16), 7.0, device=device).to(torch.float8_e4m3fn)
-        if op == "rms_norm_fp8":
-            ops.rms_norm_fp8(x, None, torch.ones(32, device=device), EPS, out_NH=out, scale_N=scale)
-        else:
-            ops.silu_mul_fp8(x, out_NI=out, scale_N=scale)
-        assert not out.float().any()
-        assert (scale > 0).all()
+    x, weight = torch.zeros(2, 32, device=device, dtype=torch.bfloat16), torch.ones(32, device=device)
+    out, scale = torch.full((2, 32), 7.0, device=device).to(torch.float8_e4m3fn), torch.zeros(2, device=device)
+    for name in run_all(ops, x, weight, out, scale):
+        assert not out[:, :16].float().any(), name
+        assert (scale > 0).all(), name
+        out.copy_(torch.full((2, 32), 7.0))
+        scale.zero_()
 
 
 def test_no_rows(ops, device):
-    empty, scale = torch.empty(0, 32, device=device), torch.empty(0, device=device)
-    ops.rms_norm_fp8(
-        empty, empty, torch.ones(32, device=device), EPS, out_NH=empty.to(torch.float8_e4m3fn), scale_N=scale
-    )
-    ops.silu_mul_fp8(empty, out_NI=empty[:, :16].to(torch.float8_e4m3fn), scale_N=scale)
+    x, weight = torch.empty(0, 32, device=device), torch.ones(32, device=device)
+    assert len(list(run_all(ops, x, weight, x.to(torch.float8_e4m3fn), torch.empty(0, device=device)))) == 3
 
 
 def test_shapes_that_do_not_fit_are_bugs(ops, device):

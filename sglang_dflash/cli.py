@@ -132,10 +132,11 @@ def plan(recipe_name: str | None, flags: list[str], *, start: bool) -> Launch:
         on_cpu = bootstrap.wanted(_last_value("--device", flags))
     else:
         on_cpu = chosen.config.hardware == "cpu"
-        if start and on_cpu != bootstrap.wanted(chosen.device):
+        if start and on_cpu != bootstrap.wanted(_last_value("--device", flags) or chosen.device):
             raise ValueError(
-                f"recipe {recipe_name}: expected a GPU ({chosen.config.hardware}), got none on this machine; "
-                f"choose another of {', '.join(recipe.names())}"
+                f"recipe {recipe_name}: expected {'the CPU' if on_cpu else f'a GPU ({chosen.config.hardware})'}, got "
+                f"{'a GPU' if on_cpu else 'the CPU'} by --device, {bootstrap.ENV_CPU} or what this machine has; choose "
+                f"another of {', '.join(recipe.names())}"
             )
     defaults = [["--speculative-algorithm", "DFLASH"]]
     if on_cpu:
@@ -189,7 +190,7 @@ def _demo_models(chosen: recipe.Recipe, make: bool) -> list[str]:
 
 def _last_value(name: str, flags: Sequence[str]) -> str | None:
     value = None
-    for flag, following in zip(flags, [*flags[1:], None], strict=True):
+    for flag, following in zip(flags, [*flags[1:], None], strict=False):
         if flag == name:
             value = following
         elif flag.startswith(name + "="):

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from sglang_dflash import paths
 from sglang_dflash.cpu import bootstrap
-from sglang_dflash.offline import Answer, EngineProcess, Kind
+from sglang_dflash.offline import Answer, EngineProcess, Kind, precision
 
 TARGET_NAME = "smollm2-135m-instruct"
 DRAFTER_NAME = "smollm2-135m-drafter"
@@ -195,17 +195,23 @@ def first_difference(expected: list[list[int]], got: list[list[int]]) -> str | N
     return None
 
 
+def prompt_ids(target: Path | str) -> list[list[int]]:
+    """PROMPTS as a user's turns in the target's chat template."""
+    from transformers import AutoTokenizer
+
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
 def _answers(kind: Kind, models: Models) -> tuple[list[Answer], float]:
     """The answers of every run after the other, and the median speed of the runs in tokens/s.
 
     A run answers PROMPTS one after the other, as a lone user asks. One that is not counted comes first: after it the
     prompts are cached in every engine, and what is timed is decoding.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(models.target)
-    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
+    prompts = prompt_ids(models.target)
     logs = paths.home() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     answers: list[Answer] = []
@@ -225,11 +231,8 @@ def _server_args(models: Models) -> dict[str, Any]:
     arguments = {
         "model_path": str(models.target),
         "speculative_draft_model_path": str(models.drafter),
-        "dtype": "float32",
         "max_total_tokens": 8192,
         "max_running_requests": len(PROMPTS),
+        **precision("float32"),
     }
-    if bootstrap.wanted():
-        return {**arguments, "speculative_num_draft_tokens": CPU_BLOCK_SIZE}
-    # FlashAttention 3, SGLang's choice on Hopper, has no float32.
-    return {**arguments, "attention_backend": "triton"}
+    return {**arguments, "speculative_num_draft_tokens": CPU_BLOCK_SIZE} if bootstrap.wanted() else arguments

@@ -146,15 +146,20 @@ def _mark_stock(original: Any, self: Any, server_args: Any) -> Any:
 
 def _hand_over(server_args: Any, reasons: list[str]) -> None:
     """Tell that SGLang's built-in worker serves, and why; refuse in strict mode."""
-    why = "; ".join(reasons)
-    if config.load().strict:
+    why, settings = "; ".join(reasons), config.load()
+    if settings.strict:
         raise ValueError(
             f"sglang-dflash does not serve this configuration: {why}. Remove the option, or unset "
             f"{config.STRICT_VARIABLE} to let SGLang's built-in DFLASH worker serve it."
         )
     from sglang_dflash.host import arguments
 
-    ignored = " It ignores --speculative-token-map." if arguments.has_token_map(server_args) else ""
+    given = {
+        "--speculative-token-map": arguments.has_token_map(server_args),
+        config.CONFIG_VARIABLE: settings != config.Config(),
+    }
+    names = [name for name, present in given.items() if present]
+    ignored = f" It ignores {' and '.join(names)}." if names else ""
     logger.warning("SGLang's built-in DFLASH worker serves, not sglang-dflash %s: %s.%s", __version__, why, ignored)
 
 

@@ -10,10 +10,12 @@ measurement) stands under `config`, and one file serves both. The environment re
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sglang_dflash import validation
 
 Hardware = Literal["cpu", "h100", "h200"]
 HARDWARE: tuple[str, ...] = get_args(Hardware)
@@ -158,22 +160,8 @@ def load(path: Path) -> Recipe:
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
-        raise ValueError("\n".join(_explain(path, detail) for detail in error.errors())) from error
+        raise ValueError("\n".join(f"{path}: {problem}" for problem in validation.problems(error))) from error
     folder = path.resolve().parent.name
     if folder in HARDWARE and folder != recipe.config.hardware:
         raise ValueError(f"{path}: config.hardware: expected {folder!r}, the folder, got {recipe.config.hardware!r}")
     return recipe
-
-
-def _explain(path: Path, detail: Any) -> str:
-    key = ".".join(str(part) for part in detail["loc"]) or "recipe"
-    match detail["type"]:
-        case "missing":
-            return f"{path}: {key}: expected a value, got none; add the key"
-        case "extra_forbidden":
-            return f"{path}: {key}: expected a known key, got an unknown one; remove it or correct its spelling"
-        case "value_error":
-            return f"{path}: {key}: {detail['ctx']['error']}"
-        case _:
-            expected = detail["msg"].removeprefix("Input should be ")
-            return f"{path}: {key}: expected {expected}, got {detail['input']!r}"

@@ -1,1 +1,1 @@
-"""Stage 3: decide how much of a verified block is committed."""
+"""Decide how much of a verified block is committed."""

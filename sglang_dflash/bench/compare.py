@@ -171,9 +171,7 @@ class _Comparison:
             return correctness.judge(answers, self.columns, dtype)
         num_prompts = max(MIN_CHECKED, *args.batches)
         prompts = steps.random_prompts(setup.SEED, num_prompts, args.prompt_tokens, self._vocab_size)
-        return correctness.check(
-            engines, self.columns, prompts, new_tokens=args.new_tokens, dtype=dtype, ignore_eos=True
-        )
+        return correctness.check(engines, self.columns, prompts, new_tokens=args.new_tokens, dtype=dtype)
 
     def _measure(self, engines: dict[str, EngineProcess]) -> None:
         """Every batch size, then first tokens; the result is written after each, for a run that is cut short."""

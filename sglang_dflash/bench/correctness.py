@@ -51,13 +51,12 @@ def check(
     *,
     new_tokens: int,
     dtype: str,
-    ignore_eos: bool,
 ) -> Check:
-    """Answer and judge."""
+    """Answer, past the end of the text, and judge."""
     answers = {}
     for name, engine in engines.items():
         inputs = [list(prompt) for prompt in prompts]
-        answers[name], _ = engine.generate(inputs, max_new_tokens=new_tokens, ignore_eos=ignore_eos)
+        answers[name], _ = engine.generate(inputs, max_new_tokens=new_tokens, ignore_eos=True)
     return judge(answers, columns, dtype)
 
 

@@ -43,14 +43,9 @@ def choose(prompts: str, num_prompts: int | None, target: str) -> list[dataset.E
 
 
 def _demo_examples(target: str) -> list[dataset.Example]:
-    from transformers import AutoTokenizer
-
     from sglang_dflash import demo
 
-    chats = [[{"role": "user", "content": prompt}] for prompt in demo.PROMPTS]
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    every = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
-    return [dataset.Example(DEMO, "heldout", ids, []) for ids in every]
+    return [dataset.Example(DEMO, "heldout", ids, []) for ids in demo.prompt_ids(target)]
 
 
 def engine_arguments(examples: Sequence[dataset.Example], batches: Sequence[int], new_tokens: int) -> dict[str, Any]:

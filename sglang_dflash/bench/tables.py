@@ -48,15 +48,15 @@ def spread(figure: Mapping[str, Any], digits: int) -> str:
     return f"{figure['median']:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def _against(row: Mapping[str, Any], key: str, name: str, kinds: Mapping[str, str], invert: bool) -> list[str]:
-    """How much faster `name` is than plain decoding and than stock; empty cells where it is one of them itself."""
+def _against(row: Mapping[str, Any], key: str, name: str, kinds: Mapping[str, str]) -> list[str]:
+    """`name`'s figure as a ratio to plain decoding's and to stock's; empty cells where it is one of them itself."""
     cells = []
     for other in ("plain", "stock"):
         if kinds[name] != "ours" or other not in row[key]:
             cells.append("")
             continue
         mine, theirs = row[key][name]["median"], row[key][other]["median"]
-        cells.append(f"{theirs / mine if invert else mine / theirs:.3f}")
+        cells.append(f"{mine / theirs:.3f}")
     return cells
 
 
@@ -65,7 +65,7 @@ def _steps(result: Mapping[str, Any]) -> Table:
     table = Table("batch", "engine", "ms a step", "of plain's", "of stock's", "tokens/s", "acceptance", "differing")
     for batch, row in result["batches"].items():
         for name in row["step_ms"]:
-            ratios = _against(row, "step_ms", name, kinds, invert=False)
+            ratios = _against(row, "step_ms", name, kinds)
             cells = [spread(row["step_ms"][name], 3), *ratios, spread(row["tokens_per_s"][name], 1)]
             cells += [f"{row['acceptance_length'][name]:.2f}", _differing(row, name)]
             table.add_row(str(batch), name, *cells)
@@ -83,7 +83,7 @@ def _answers(result: Mapping[str, Any]) -> Table:
             by_family = ", ".join(f"{family} {figures['length']:.2f}" for family, figures in families.items())
             length = f"{evaluation['overall']['length']:.2f}" if evaluation else ""
             cells = [spread(row["tokens_per_s"][name], 1)]
-            cells += [*_against(row, "tokens_per_s", name, kinds, invert=False), length, by_family]
+            cells += [*_against(row, "tokens_per_s", name, kinds), length, by_family]
             table.add_row(str(batch), name, *cells, _differing(row, name))
         table.add_section()
     return table

@@ -1,1 +1,1 @@
-"""Stage 1: lay out the block and fill it with the drafter's tokens."""
+"""Lay out the block and fill it with the drafter's tokens."""

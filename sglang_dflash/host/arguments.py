@@ -193,6 +193,8 @@ def _refuse_unused(cfg: Any) -> None:
         for flag, present in (
             ("--speculative-accept-threshold-single", cfg.speculative_accept_threshold_single != 1.0),
             ("--speculative-accept-threshold-acc", cfg.speculative_accept_threshold_acc != 1.0),
+            ("--speculative-use-rejection-sampling", cfg.speculative_use_rejection_sampling),
+            ("--speculative-use-block-verification", cfg.speculative_use_block_verification),
         )
         if present
     ]

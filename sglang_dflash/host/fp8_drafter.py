@@ -1,8 +1,8 @@
 """A drafter whose layers SGLang stores in FP8: what it leaves in 16 bits follows, and less is launched.
 
-SGLang rounds the weights of the layers' four products. `fc` and the key and value projections that injection stacks are
-rounded here, a scale for each of their rows as in SGLang's; and norms and SwiGLU hand their rows to the product after
-them already rounded, where SGLang launches a kernel that rounds.
+SGLang rounds the weights of the layers' four products. `fc` is rounded here in the same way, injection's key and value
+projections are those rounded rows in one piece, and norms and SwiGLU hand their rows to the product after them already
+rounded, where SGLang launches a kernel that rounds.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_dflash import __version__
+
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 # Backends whose grammars can be taken back over drafts and give a mask of one bit a token.
 GRAMMAR_BACKENDS = (None, "xgrammar", "llguidance", "none")
@@ -32,16 +34,7 @@ def refusal(req: Any, seeded: bool, grammar_backend: str | None) -> str | None:
         req.sampling_params.min_new_tokens = 0
     if not options:
         return None
-    return (
-        f"sglang-dflash {_version()} cannot serve {', '.join(options)}. Leave it out, or start the server without the "
-        "plugin (SGLANG_PLUGINS=none)."
-    )
-
-
-def _version() -> str:
-    from sglang_dflash import __version__
-
-    return __version__
+    return f"sglang-dflash {__version__} cannot serve {', '.join(options)}. Leave it out."
 
 
 def _unserved(req: Any) -> list[str]:

@@ -1,1 +1,1 @@
-"""Stage 4: write the target's features into the drafter's key-value cache."""
+"""Write the target's features into the drafter's key-value cache."""

@@ -211,6 +211,7 @@ def test_a_block_up_to_the_trained_one_is_served(resolve: Resolve, width: int, n
         ({"speculative_token_map": "t.pt"}, "--speculative-token-map: expected a file, got t.pt, which is none"),
         ({"speculative_accept_threshold_single": 0.5}, "--speculative-accept-threshold-single: expected only"),
         ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold-acc: expected only"),
+        ({"speculative_use_rejection_sampling": True}, "--speculative-use-rejection-sampling: expected only"),
         ({"speculative_num_steps": 3}, "--speculative-num-steps: expected 1 or nothing, got 3; .* Leave the flag out"),
         (
             {"speculative_eagle_topk": 4},
@@ -222,6 +223,14 @@ def test_a_block_up_to_the_trained_one_is_served(resolve: Resolve, width: int, n
 def test_contradictory_flags_are_refused(resolve: Resolve, options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         resolve(**options)
+
+
+def test_block_verification_is_refused_where_sglang_takes_it() -> None:
+    """On a GPU."""
+    cfg = {"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0}
+    cfg |= {"speculative_use_rejection_sampling": False, "speculative_use_block_verification": True}
+    with pytest.raises(ValueError, match="--speculative-use-block-verification: expected only flags that DFlash reads"):
+        arguments._refuse_unused(SimpleNamespace(**cfg))
 
 
 def test_a_token_map_is_of_the_targets_vocabulary(resolve: Resolve, raw: Callable[..., Any], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -119,12 +120,31 @@ def test_a_recipe_of_the_demos_models_names_them(tmp_path: Path, capsys: pytest.
 @pytest.mark.usefixtures("on_cpu")
 def test_a_gpu_recipe_starts_on_no_cpu_but_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--recipe", "h200/qwen3-8b"]) == 2
-    assert "recipe h200/qwen3-8b: expected a GPU (h200), got none" in capsys.readouterr().err
+    assert "recipe h200/qwen3-8b: expected a GPU (h200), got the CPU by --device," in capsys.readouterr().err
     assert cli.main(["serve", "--recipe", "h200/qwen3-8b", "--dry-run", "--port", "1"]) == 0
     words = shlex.split(capsys.readouterr().out)
     assert words[0] == "SGLANG_DFLASH_STRICT=1"
     assert tuple(words[1:5]) == SERVER
     assert words[-2:] == ["--port", "1"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_no_flags_are_sglangs_to_refuse() -> None:
+    assert flags_of(cli.plan(None, [], start=True))[:2] == ["--speculative-algorithm", "DFLASH"]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "complaint"),
+    [
+        ("cpu/smollm2-135m", "cuda", "expected the CPU, got a GPU by --device,"),
+        ("h200/qwen3-8b", "cpu", "expected a GPU (h200), got the CPU by --device,"),
+    ],
+)
+def test_a_device_that_contradicts_a_recipe(name: str, device: str, complaint: str) -> None:
+    """On machines of both kinds; shown it can be."""
+    for flags in (["--device", device], [f"--device={device}"]):
+        with pytest.raises(ValueError, match=re.escape(f"recipe {name}: {complaint}")):
+            cli.plan(name, flags, start=True)
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -24,7 +24,7 @@ import torch
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: SGLang resolves for it")
 
 PRELOAD = ["sglang.srt.server_args", "sglang.srt.managers.scheduler", "sglang.srt.speculative.dflash_worker_v2"]
-STRICT = "SGLANG_DFLASH_STRICT"
+STRICT, CONFIG_VARIABLE = "SGLANG_DFLASH_STRICT", "SGLANG_DFLASH_CONFIG"
 OURS = "sglang_dflash.worker.DFlashWorker"
 STOCK = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 INACTIVE = "sglang-dflash is not active: "
@@ -54,8 +54,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     context.set_forkserver_preload(PRELOAD)
     log = tmp_path_factory.mktemp("plugin") / "log"
 
-    def run(scenario: Callable[..., None], *args: Any, strict: bool) -> Outcome:
-        process = context.Process(target=_scenario, args=(str(log), strict, scenario, args))
+    def run(scenario: Callable[..., None], *args: Any, strict: bool, settings: str = "") -> Outcome:
+        environment = {STRICT: "1" if strict else "0", CONFIG_VARIABLE: settings}
+        process = context.Process(target=_scenario, args=(str(log), environment, scenario, args))
         process.start()
         process.join(300)
         return Outcome(process.exitcode, log.read_text())
@@ -64,12 +65,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
-def _scenario(log: str, strict: bool, scenario: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _scenario(log: str, environment: dict[str, str], scenario: Callable[..., None], args: tuple[Any, ...]) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
-    os.environ[STRICT] = "1" if strict else "0"
+    os.environ.update(environment)
     os.environ.pop("SGLANG_PLUGINS", None)
     assert not any(name.startswith("sglang_dflash.h") for name in sys.modules), "the plugin was imported too early"
     scenario(*args)
@@ -244,9 +245,14 @@ def test_a_served_configuration_gets_our_worker(run: Run, models: tuple[str, str
 
 
 def test_an_unserved_configuration_goes_to_stock_with_one_line(run: Run, models: tuple[str, str]) -> None:
-    for options, told in (({}, ""), ({"speculative_token_map": "map.pt"}, " It ignores --speculative-token-map.")):
+    with_map, settings = {"speculative_token_map": "map.pt"}, '{"draft_head": "fp8"}'
+    for options, given, told in (
+        ({}, "", ""),
+        (with_map, "", " It ignores --speculative-token-map."),
+        (with_map, settings, f" It ignores --speculative-token-map and {CONFIG_VARIABLE}."),
+    ):
         unserved = {"enable_mixed_chunk": True, "enable_lora": True}
-        outcome = run(create_for, *models, unserved | options, strict=False)
+        outcome = run(create_for, *models, unserved | options, strict=False, settings=given)
         assert outcome.code == 0, outcome.log
         assert outcome.created == [STOCK]
         [line] = outcome.lines("built-in")

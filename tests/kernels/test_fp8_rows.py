@@ -66,13 +66,13 @@ def skip_where_rounding_is_wrong(ops, device):
         pytest.skip("Triton's interpreter rounds to FP8 wrongly")
 
 
-def run_round(ops, poison, device, x, dtype):
-    rows, columns = x.shape
-    wide = torch.full((rows, columns + 8), 1e4, dtype=dtype, device=device)
-    wide[:, :columns] = x
-    scale = poison.output(rows, dtype=torch.float32)
-    fp8 = torch.full((rows, columns + 16), 3.0, device=device).to(torch.float8_e4m3fn)
-    ops.round_fp8(wide[:, :columns], out_NH=fp8[:, :columns], scale_N=scale)
+def run(op, output, poison, device, x, columns, dtype):
+    """An op of one input on rows of a wider buffer, into rows of a wider one: `columns` of them, and their scales."""
+    wide = torch.full((x.shape[0], x.shape[1] + 8), 1e4, dtype=dtype, device=device)
+    wide[:, : x.shape[1]] = x
+    scale = poison.output(x.shape[0], dtype=torch.float32)
+    fp8 = torch.full((x.shape[0], columns + 16), 3.0, device=device).to(torch.float8_e4m3fn)
+    op(wide[:, : x.shape[1]], **{output: fp8[:, :columns]}, scale_N=scale)
     poison.check_surroundings()
     assert (fp8[:, columns:].float() == 3.0).all()
     return fp8[:, :columns].float(), scale
@@ -87,7 +87,7 @@ def naive_round(x):
 def test_round_of_exact_numbers(ops, poison, device, rows, columns):
     generator = torch.Generator().manual_seed(rows + columns)
     x = grid(generator, rows, columns) * 2.0 ** torch.arange(rows)[:, None]
-    out, scale = run_round(ops, poison, device, x, torch.bfloat16)
+    out, scale = run(ops.round_fp8, "out_NH", poison, device, x, columns, torch.bfloat16)
     check(out, scale, *naive_round(x.tolist()), exact=True)
 
 
@@ -96,7 +96,7 @@ def test_round(ops, poison, device, dtype):
     skip_where_rounding_is_wrong(ops, device)
     generator = torch.Generator().manual_seed(2)
     x = (torch.randn(7, 640, generator=generator) * 2.0 ** torch.arange(-9, 5, 2)[:, None]).to(dtype).float()
-    out, scale = run_round(ops, poison, device, x, dtype)
+    out, scale = run(ops.round_fp8, "out_NH", poison, device, x, 640, dtype)
     check(out, scale, *naive_round(x.tolist()), exact=False)
 
 
@@ -152,18 +152,6 @@ def test_norm(ops, poison, device, dtype, add):
         assert torch.equal(kept.cpu(), (x + residual).to(dtype))
 
 
-def run_silu_mul(ops, poison, device, gate_up, dtype):
-    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    wide = torch.full((rows, 2 * columns + 8), 1e4, dtype=dtype, device=device)
-    wide[:, : 2 * columns] = gate_up
-    scale = poison.output(rows, dtype=torch.float32)
-    fp8 = torch.full((rows, columns + 16), 3.0, device=device).to(torch.float8_e4m3fn)
-    ops.silu_mul_fp8(wide[:, : 2 * columns], out_NI=fp8[:, :columns], scale_N=scale)
-    poison.check_surroundings()
-    assert (fp8[:, columns:].float() == 3.0).all()
-    return fp8[:, :columns].float(), scale
-
-
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_silu_mul_of_exact_numbers(ops, poison, device, rows, columns):
     """Gates so large that silu is the identity, and powers of two."""
@@ -172,7 +160,7 @@ def test_silu_mul_of_exact_numbers(ops, poison, device, rows, columns):
     gate[:, 0] = 64
     up = grid(generator, rows, columns) * 2.0 ** torch.arange(rows)[:, None]
     gate_up = torch.cat([gate, up], dim=1)
-    out, scale = run_silu_mul(ops, poison, device, gate_up, torch.bfloat16)
+    out, scale = run(ops.silu_mul_fp8, "out_NI", poison, device, gate_up, columns, torch.bfloat16)
     check(out, scale, *naive_silu_mul(gate_up.tolist()), exact=True)
 
 
@@ -181,7 +169,7 @@ def test_silu_mul(ops, poison, device, dtype):
     skip_where_rounding_is_wrong(ops, device)
     generator = torch.Generator().manual_seed(1)
     gate_up = (torch.randn(7, 1280, generator=generator) * 2).to(dtype).float()
-    out, scale = run_silu_mul(ops, poison, device, gate_up, dtype)
+    out, scale = run(ops.silu_mul_fp8, "out_NI", poison, device, gate_up, 640, dtype)
     check(out, scale, *naive_silu_mul(gate_up.tolist()), exact=False)
 
 

@@ -82,12 +82,6 @@ def prepare_block_case(model: Model, batch: int) -> Case:
     def outputs():
         return {name: ints(2, batch, BLOCK) for name in ("ids_BK", "positions_BK", "slots_BK")}
 
-    def check() -> None:
-        arguments, ours, oracle = inputs(), outputs(), outputs()
-        OPS.prepare_block(*arguments, **ours)
-        REFERENCE.prepare_block(*arguments, **oracle)
-        assert_equal(ours, oracle)
-
     bytes_moved = batch * (3 * 8 + BLOCK * (4 + 3 * 8))
     return Case(
         "prepare_block",
@@ -95,7 +89,7 @@ def prepare_block_case(model: Model, batch: int) -> Case:
         f"B={batch} K={BLOCK}",
         bytes_moved,
         maker(OPS.prepare_block, inputs, outputs),
-        check,
+        checker("prepare_block", inputs, outputs, assert_equal),
     )
 
 
@@ -111,12 +105,6 @@ def accept_greedy_case(model: Model, batch: int) -> Case:
             "new_lens_B": ints(2, batch),
         }
 
-    def check() -> None:
-        arguments, ours, oracle = inputs(), outputs(), outputs()
-        OPS.accept_greedy(*arguments, **ours)
-        REFERENCE.accept_greedy(*arguments, **oracle)
-        assert_equal(ours, oracle)
-
     bytes_moved = batch * (3 * BLOCK * 8 + 8 + 4 + 8 + 8)
     return Case(
         "accept_greedy",
@@ -124,7 +112,7 @@ def accept_greedy_case(model: Model, batch: int) -> Case:
         f"B={batch} W={BLOCK}",
         bytes_moved,
         maker(OPS.accept_greedy, inputs, outputs),
-        check,
+        checker("accept_greedy", inputs, outputs, assert_equal),
     )
 
 
@@ -181,13 +169,11 @@ def top1_cases(model: Model, batch: int) -> list[Case]:
     def argmax(logits_NV, *, tokens_N, confidence_N, workspace) -> None:
         torch.argmax(logits_NV, dim=1, out=tokens_N)
 
-    def check() -> None:
-        arguments, ours, oracle = inputs(), outputs(), outputs()
-        OPS.top1(*arguments, **ours)
-        REFERENCE.top1(*arguments, **oracle)
+    def same(ours, oracle) -> None:
         assert torch.equal(ours["tokens_N"], oracle["tokens_N"]), "top1 differs from torch.argmax"
         torch.testing.assert_close(ours["confidence_N"], oracle["confidence_N"], rtol=1e-5, atol=0)
 
+    check = checker("top1", inputs, outputs, same)
     bytes_moved = num_rows * model.vocab * 2
     shape = f"N={num_rows} V={model.vocab}"
     return [
@@ -213,16 +199,17 @@ def fp8_logits_cases(model: Model, num_rows: int) -> list[Case]:
     def logits():
         return torch.zeros(num_rows, model.vocab, dtype=torch.bfloat16, device=CUDA)
 
-    def check() -> None:
-        arguments, ours, oracle = fp8_inputs(), logits(), logits()
-        OPS.fp8_logits(*arguments, logits_NV=ours)
-        REFERENCE.fp8_logits(*arguments, logits_NV=oracle)
-        # Logits of order one, sums in another order, and a hidden state in the middle of two FP8 numbers is either.
-        torch.testing.assert_close(ours, oracle, rtol=2.0**-7, atol=2.0**-4)
+    def outputs():
+        return {"logits_NV": logits()}
 
+    def close(ours, oracle) -> None:
+        # Logits of order one, sums in another order, and a hidden state in the middle of two FP8 numbers is either.
+        torch.testing.assert_close(ours["logits_NV"], oracle["logits_NV"], rtol=2.0**-7, atol=2.0**-4)
+
+    check = checker("fp8_logits", fp8_inputs, outputs, close)
     shape = f"N={num_rows} V={model.vocab}"
     num_weights, rows_bytes = model.vocab * model.hidden_size, 2 * num_rows * (model.hidden_size + model.vocab)
-    ours = maker(OPS.fp8_logits, fp8_inputs, lambda: {"logits_NV": logits()})
+    ours = maker(OPS.fp8_logits, fp8_inputs, outputs)
     dense = maker(torch.matmul, dense_inputs, lambda: {"out": logits()})
     return [
         Case("fp8_logits", model.name, shape, num_weights + 4 * model.vocab + rows_bytes, ours, check),
@@ -242,31 +229,39 @@ def fp8_rows_cases(model: Model, num_rows: int) -> list[Case]:
     def silu_inputs():
         return (torch.randn(num_rows, 2 * inner, dtype=torch.bfloat16, device=CUDA),)
 
-    def outputs(name: str, columns: int):
-        out = torch.zeros(num_rows, columns, device=CUDA).to(torch.float8_e4m3fn)
-        return {name: out, "scale_N": torch.zeros(num_rows, device=CUDA)}
+    def case(op: str, inputs, name: str, columns: int, bytes_moved: int) -> Case:
+        def outputs():
+            out = torch.zeros(num_rows, columns, device=CUDA).to(torch.float8_e4m3fn)
+            return {name: out, "scale_N": torch.zeros(num_rows, device=CUDA)}
 
-    def checker(op: str, inputs, name: str, columns: int) -> Call:
-        def check() -> None:
-            arguments, ours, oracle = inputs(), outputs(name, columns), outputs(name, columns)
-            again = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
-            getattr(OPS, op)(*arguments, **ours)
-            getattr(REFERENCE, op)(*again, **oracle)
+        def close(ours, oracle) -> None:
             # A number in the middle of two of FP8's is either.
             rows = [out[name].float() * out["scale_N"][:, None] for out in (ours, oracle)]
             torch.testing.assert_close(*rows, rtol=2.0**-3, atol=2.0**-6)
 
-        return check
-
-    def case(op: str, inputs, name: str, columns: int, bytes_moved: int) -> Case:
-        make = maker(getattr(OPS, op), inputs, lambda: outputs(name, columns))
-        return Case(op, model.name, f"N={num_rows}", bytes_moved, make, checker(op, inputs, name, columns))
+        make = maker(getattr(OPS, op), inputs, outputs)
+        return Case(op, model.name, f"N={num_rows}", bytes_moved, make, checker(op, inputs, outputs, close))
 
     return [
         case("round_fp8", lambda: norm_inputs()[:1], "out_NH", hidden, num_rows * (3 * hidden + 4)),
         case("rms_norm_fp8", norm_inputs, "out_NH", hidden, num_rows * (7 * hidden + 4) + 2 * hidden),
         case("silu_mul_fp8", silu_inputs, "out_NI", inner, num_rows * (5 * inner + 4)),
     ]
+
+
+def checker(
+    op: str, inputs: Callable[[], tuple], outputs: Callable[[], dict], judge: Callable[[dict, dict], None]
+) -> Call:
+    """The op and its reference on the same inputs, each on a copy of its own; `judge` raises where outputs differ."""
+
+    def check() -> None:
+        arguments, ours, oracle = inputs(), outputs(), outputs()
+        again = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+        getattr(OPS, op)(*arguments, **ours)
+        getattr(REFERENCE, op)(*again, **oracle)
+        judge(ours, oracle)
+
+    return check
 
 
 def maker(op: Callable[..., object], inputs: Callable[[], tuple], outputs: Callable[[], dict]) -> Callable[[], Call]:

@@ -120,19 +120,15 @@ def round_fp8(x_NH, *, out_NH, scale_N) -> tuple[int, int]:
     return num_rows, columns
 
 
-def rms_norm_fp8(x_NH, residual_NH, weight_H, *, out_NH, scale_N) -> tuple[int, int]:
-    """Returns (N, H)."""
+def rms_norm_fp8(x_NH, residual_NH, weight_H, *, out_NH, scale_N) -> None:
     num_rows, columns = round_fp8(x_NH, out_NH=out_NH, scale_N=scale_N)
     if residual_NH is not None:
         expect("residual_NH", residual_NH, (num_rows, columns), FLOAT)
     expect("weight_H", weight_H, (columns,), FLOAT)
-    return num_rows, columns
 
 
-def silu_mul_fp8(gate_up_NI, *, out_NI, scale_N) -> tuple[int, int]:
-    """Returns (N, I)."""
+def silu_mul_fp8(gate_up_NI, *, out_NI, scale_N) -> None:
     num_rows, columns = out_NI.shape
     expect("gate_up_NI", gate_up_NI, (num_rows, 2 * columns), FLOAT)
     expect("out_NI", out_NI, (num_rows, columns), FP8)
     expect("scale_N", scale_N, (num_rows,), FLOAT32)
-    return num_rows, columns

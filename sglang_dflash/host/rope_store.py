@@ -64,8 +64,11 @@ def _forward(
     attention: Any, original: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any
 ) -> torch.Tensor:
     # A rotation that torch compiles is another one, which stores nothing.
-    stores = enable_fused_set_kv_buffer(forward_batch) and not attention.rotary_emb.is_torch_compile
-    if not (stores and forward_batch.forward_mode.is_target_verify()):
+    if (
+        not forward_batch.forward_mode.is_target_verify()
+        or not enable_fused_set_kv_buffer(forward_batch)
+        or attention.rotary_emb.is_torch_compile
+    ):
         return original(positions, hidden_states, forward_batch)
     qkv, _ = attention.qkv_proj(hidden_states)
     q, k, v = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)

@@ -187,8 +187,7 @@ class TargetModel:
 
 
 def _gather_embeddings(embedding: Any) -> None:
-    """Let a table on a GPU be indexed: of at most 16 rows, a block, PyTorch's `embedding` takes 8 us on an H200, and an
-    index 2; of more both take the same."""
+    """Let a table on a GPU be indexed: for at most 16 ids, one block, PyTorch's `embedding` takes a slower kernel."""
     if type(getattr(embedding, "quant_method", None)) is UnquantizedEmbeddingMethod and embedding.weight.is_cuda:
         embedding.quant_method.embedding = lambda layer, ids: layer.weight[ids]
 

@@ -31,16 +31,13 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
         "_split_kernel",
         "_combine_kernel",
         "_fp8_logits_kernel",
-        "_round_fp8_kernel",
-        "_rms_norm_fp8_kernel",
-        "_silu_mul_fp8_kernel",
+        "_fp8_rows_kernel",
     }
     # 16 bytes at a time: without the alignment hint on the caches' addresses each element would be stored alone.
     assert [set(kinds) for kinds in stores["_store_features_kernel"]] == [{"st.global.v4.b32"}] * 6
-    # A thread's 16 numbers of a row at once: its FP8 ones, where a residual is added its sums too; the scale is alone.
-    for kernel in ("_round_fp8_kernel", "_silu_mul_fp8_kernel"):
-        assert [kinds["st.global.v4.b32"] for kinds in stores[kernel]] == [1, 1, 2], kernel
-    assert [kinds["st.global.v4.b32"] for kinds in stores["_rms_norm_fp8_kernel"]] == [1, 3, 1, 3, 2, 6]
+    # A thread's 16 numbers of a row at once, 32 in a long one; where a residual is added its sums too. Of each width:
+    # norm without and with a residual, rounding alone, SwiGLU.
+    assert [kinds["st.global.v4.b32"] for kinds in stores["_fp8_rows_kernel"]] == [1, 3, 1, 1] * 2 + [2, 6, 2, 2]
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "reference"), ("meta", "reference"), ("cuda", "triton")])

@@ -75,6 +75,7 @@ def run(op, output, poison, device, x, columns, dtype):
     op(wide[:, : x.shape[1]], **{output: fp8[:, :columns]}, scale_N=scale)
     poison.check_surroundings()
     assert (fp8[:, columns:].float() == 3.0).all()
+    assert torch.equal(wide[:, : x.shape[1]].cpu(), x.to(dtype)), "x was written"
     return fp8[:, :columns].float(), scale
 
 
@@ -101,21 +102,16 @@ def test_round(ops, poison, device, dtype):
 
 
 def run_norm(ops, poison, device, x, residual, weight, dtype):
-    """The op on x and a residual, or None for none, both as rows of wider buffers; rows, scales, and the residual."""
-    rows, columns = x.shape
-    wide = torch.full((rows, 2 * columns + 8), 1e4, dtype=dtype, device=device)
-    wide[:, :columns] = x
-    out, scale = poison.output(rows, columns, dtype=torch.float32), poison.output(rows, dtype=torch.float32)
-    fp8 = torch.empty(rows, columns + 16, dtype=torch.float8_e4m3fn, device=device)
+    """With a residual, or None for none; rows, scales, and the residual."""
     kept = None
     if residual is not None:
-        kept = poison.output(rows, columns, dtype=dtype)
+        kept = poison.output(*residual.shape, dtype=dtype)
         kept.copy_(residual)
-    ops.rms_norm_fp8(wide[:, :columns], kept, weight.to(device, dtype), EPS, out_NH=fp8[:, :columns], scale_N=scale)
-    assert torch.equal(wide[:, :columns].cpu(), x.to(dtype)), "x was written"
-    out.copy_(fp8[:, :columns].float())
-    poison.check_surroundings()
-    return out, scale, kept
+
+    def norm(x_NH, **outputs):
+        ops.rms_norm_fp8(x_NH, kept, weight.to(device, dtype), EPS, **outputs)
+
+    return *run(norm, "out_NH", poison, device, x, x.shape[1], dtype), kept
 
 
 @pytest.mark.parametrize("add", [True, False])

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_dflash_kernels import CachePointers, select, top1_workspace
+from sglang_dflash_kernels import (
+    SKINNY_MAX_ROWS,
+    SKINNY_TILE,
+    CachePointers,
+    select,
+    skinny_splits,
+    top1_workspace,
+)
 from sglang_dflash_kernels.contracts import FP8_MAX_ROWS
 
 CUDA = torch.device("cuda")
@@ -19,7 +26,11 @@ BLOCK = 16  # K and W: the anchor and 15 drafts
 CONTEXT = 40_960  # columns of the request-to-token table, rows of the cos-sin table
 NUM_SLOTS = 65_536  # of the drafter's cache
 PREFILL_TOKENS = (1024, 8192)
-BASELINES = {"torch.argmax": "top1", "torch.matmul": "fp8_logits"}  # what is timed beside an op
+BASELINES = {
+    "torch.argmax": "top1",
+    "torch.matmul": "fp8_logits",
+    "torch.mm": "skinny_linear",
+}  # what is timed beside an op
 
 Call = Callable[[], object]
 
@@ -28,6 +39,7 @@ Call = Callable[[], object]
 class Model:
     name: str
     layers: int
+    heads: int
     kv_heads: int
     head_dim: int
     hidden_size: int
@@ -36,8 +48,26 @@ class Model:
 
 
 MODELS = (
-    Model("Qwen3-8B", layers=5, kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=12_288, vocab=151_936),
-    Model("SmolLM2-135M", layers=5, kv_heads=3, head_dim=64, hidden_size=576, intermediate_size=1536, vocab=49_152),
+    Model(
+        "Qwen3-8B",
+        layers=5,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        vocab=151_936,
+    ),
+    Model(
+        "SmolLM2-135M",
+        layers=5,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        hidden_size=576,
+        intermediate_size=1536,
+        vocab=49_152,
+    ),
 )
 
 
@@ -58,6 +88,8 @@ def cases_of(model: Model, batches: list[int]) -> Iterator[Case]:
         yield accept_greedy_case(model, batch)
         yield from top1_cases(model, batch)
         yield from fp8_rows_cases(model, batch * BLOCK)
+        if batch * BLOCK <= SKINNY_MAX_ROWS:
+            yield from skinny_linear_cases(model, batch * BLOCK)
         if batch * (BLOCK - 1) <= FP8_MAX_ROWS:
             yield from fp8_logits_cases(model, batch * (BLOCK - 1))
 
@@ -246,6 +278,55 @@ def fp8_rows_cases(model: Model, num_rows: int) -> list[Case]:
         case("round_fp8", lambda: norm_inputs()[:1], "out_NH", hidden, num_rows * (3 * hidden + 4)),
         case("rms_norm_fp8", norm_inputs, "out_NH", hidden, num_rows * (7 * hidden + 4) + 2 * hidden),
         case("silu_mul_fp8", silu_inputs, "out_NI", inner, num_rows * (5 * inner + 4)),
+    ]
+
+
+def skinny_linear_cases(model: Model, num_rows: int) -> Iterator[Case]:
+    """A target layer's products."""
+    width = model.heads * model.head_dim
+    shapes = {
+        "qkv": (width + 2 * model.kv_heads * model.head_dim, model.hidden_size),
+        "o": (model.hidden_size, width),
+        "gate_up": (2 * model.intermediate_size, model.hidden_size),
+        "down": (model.hidden_size, model.intermediate_size),
+    }
+    for name, (outputs, inputs) in shapes.items():
+        yield from skinny_linear_case(model, f"N={num_rows} {name}", num_rows, outputs, inputs)
+
+
+def skinny_linear_case(model: Model, shape: str, num_rows: int, outputs: int, inputs: int) -> list[Case]:
+    def arguments():
+        return (
+            torch.randn(num_rows, inputs, dtype=torch.bfloat16, device=CUDA),
+            torch.randn(outputs, inputs, dtype=torch.bfloat16, device=CUDA) / math.sqrt(inputs),
+            None,
+        )
+
+    def dense_arguments():
+        x_NI, weight_OI, _ = arguments()
+        return x_NI, weight_OI.T
+
+    def out():
+        return torch.zeros(num_rows, outputs, dtype=torch.bfloat16, device=CUDA)
+
+    def results():
+        return {
+            "out_NO": out(),
+            "partial_SNO": torch.zeros(skinny_splits(outputs, inputs), num_rows, outputs, device=CUDA),
+            "arrived_T": torch.zeros(outputs // SKINNY_TILE, dtype=torch.int32, device=CUDA),
+        }
+
+    def close(ours, oracle) -> None:
+        # Of order one, and sums in another order.
+        torch.testing.assert_close(ours["out_NO"], oracle["out_NO"], rtol=2.0**-7, atol=2.0**-10)
+
+    bytes_moved = 2 * (outputs * inputs + num_rows * (outputs + inputs))
+    check = checker("skinny_linear", arguments, results, close)
+    ours = maker(OPS.skinny_linear, arguments, results)
+    dense = maker(torch.mm, dense_arguments, lambda: {"out": out()})
+    return [
+        Case("skinny_linear", model.name, shape, bytes_moved, ours, check),
+        Case("torch.mm", model.name, shape, bytes_moved, dense, lambda: None),
     ]
 
 

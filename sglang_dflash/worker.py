@@ -43,7 +43,7 @@ from sglang_dflash.accept.rejection import RejectionAcceptor
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft import head, proposer
 from sglang_dflash.draft.block import BlockLayout
-from sglang_dflash.host import arguments, attention, rope_store, round_graphs, rounds
+from sglang_dflash.host import arguments, attention, few_rows, rope_store, round_graphs, rounds
 from sglang_dflash.host.draft_model import DraftModel
 from sglang_dflash.host.head_logits import GreedyChoices
 from sglang_dflash.host.round_graphs import RoundGraphs
@@ -148,12 +148,15 @@ class DFlashWorker(BaseSpecWorker):
         if len(planned) == len(runners) and round_graphs.serve(*runners.values()):
             self._graphs = RoundGraphs(self.drafter.runner, self.target.runner, self.layout, self._buffers.drafted_BK)
             num_fused = rope_store.fuse(self.target.runner)
+        num_dense = [few_rows.serve(runner, self._ops) for runner in runners.values()]
         logger.info(
             "Attention is planned once a pass for: %s. A round's passes are replayed by %s. The keys of %d target "
-            "layers are stored by their rotation.",
+            "layers are stored by their rotation. Dense layers that multiply few rows by our kernel: %d of the target, "
+            "%d of the drafter.",
             ", ".join(planned) or "none, each layer plans its own",
             "SGLang, where it captures graphs" if self._graphs is None else "sglang-dflash",
             num_fused,
+            *num_dense,
         )
         self.target.init_graphs(self.injector.inject, self._choices, self._graphs)
 

@@ -1,12 +1,13 @@
-"""The device code of DFlash decoding: block preparation, greedy acceptance, feature storage, top-1, and products
-in FP8.
+"""The device code of DFlash decoding: block preparation, greedy acceptance, feature storage, top-1, products
+in FP8, and products of a few rows.
 
 Every op exists twice under one name and one signature: a Triton kernel in this package and its oracle in pure torch in
 `sglang_dflash_kernels.reference`. `select` chooses a set once, from the device; nothing switches later. Importing this
 package does not import triton.
 
 Size letters of the argument names: B requests, K tokens of a block, W verified width, N flat tokens, V vocabulary,
-H hidden size, L draft layers, E = 2 * kv_heads * head_dim, D head_dim, P positions, R rotary_dim.
+H hidden size, L draft layers, E = 2 * kv_heads * head_dim, D head_dim, P positions, R rotary_dim,
+I inputs and O outputs of a product.
 """
 
 from __future__ import annotations
@@ -18,9 +19,19 @@ from dataclasses import dataclass, fields
 import torch
 
 from sglang_dflash_kernels.cache_pointers import CachePointers
+from sglang_dflash_kernels.contracts import SKINNY_MAX_ROWS, SKINNY_TILE, skinny_splits
 from sglang_dflash_kernels.top1_workspace import Top1Workspace, top1_workspace
 
-__all__ = ["CachePointers", "Ops", "Top1Workspace", "select", "top1_workspace"]
+__all__ = [
+    "SKINNY_MAX_ROWS",
+    "SKINNY_TILE",
+    "CachePointers",
+    "Ops",
+    "Top1Workspace",
+    "select",
+    "skinny_splits",
+    "top1_workspace",
+]
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class Ops:
     round_fp8: Callable[..., None]
     rms_norm_fp8: Callable[..., None]
     silu_mul_fp8: Callable[..., None]
+    skinny_linear: Callable[..., None]
 
 
 def select(device: torch.device) -> Ops:

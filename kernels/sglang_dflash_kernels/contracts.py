@@ -16,11 +16,18 @@ FP8_LEAST = 1e-12
 # Of `fp8_logits`: rows it takes, columns that share a scale.
 FP8_MAX_ROWS = 16
 FP8_PART = 128
+# Of `skinny_linear`: rows it takes, the outputs of a program and the inputs of a step, programs that occupy a card (an
+# H100 or H200 has 132 multiprocessors), and the fewest inputs that are a program's share.
+SKINNY_MAX_ROWS = 64
+SKINNY_TILE = 64
+SKINNY_PROGRAMS = 132
+SKINNY_MIN_SHARE = 512
 
 INDEX = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 FLOAT = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT16 = (torch.bfloat16, torch.float16)
 FLOAT32 = (torch.float32,)
 FP8 = (torch.float8_e4m3fn,)
 
@@ -132,3 +139,28 @@ def silu_mul_fp8(gate_up_NI, *, out_NI, scale_N) -> None:
     expect("gate_up_NI", gate_up_NI, (num_rows, 2 * columns), FLOAT)
     expect("out_NI", out_NI, (num_rows, columns), FP8)
     expect("scale_N", scale_N, (num_rows,), FLOAT32)
+
+
+def skinny_splits(outputs: int, inputs: int) -> int:
+    """Programs of `skinny_linear` that share a tile of outputs."""
+    return max(1, min(SKINNY_PROGRAMS // (outputs // SKINNY_TILE), inputs // SKINNY_MIN_SHARE, 8))
+
+
+def skinny_linear(x_NI, weight_OI, bias_O, *, out_NO, partial_SNO, arrived_T) -> tuple[int, int, int]:
+    """Returns (N, O, I)."""
+    num_rows, (outputs, inputs) = x_NI.shape[0], weight_OI.shape
+    assert 1 <= num_rows <= SKINNY_MAX_ROWS, f"x_NI: expected 1 to {SKINNY_MAX_ROWS} rows, got {num_rows}"
+    assert outputs % SKINNY_TILE == inputs % SKINNY_TILE == 0, (
+        f"weight_OI: expected multiples of {SKINNY_TILE}, got shape {[outputs, inputs]}"
+    )
+    expect("x_NI", x_NI, (num_rows, inputs), FLOAT16)
+    dtype = (x_NI.dtype,)
+    expect("weight_OI", weight_OI, (outputs, inputs), dtype)
+    assert weight_OI.is_contiguous(), "weight_OI: expected contiguous rows"
+    if bias_O is not None:
+        expect("bias_O", bias_O, (outputs,), dtype)
+    expect("out_NO", out_NO, (num_rows, outputs), dtype)
+    expect("partial_SNO", partial_SNO, (skinny_splits(outputs, inputs), num_rows, outputs), FLOAT32)
+    assert partial_SNO.is_contiguous(), "partial_SNO: expected a contiguous tensor"
+    expect("arrived_T", arrived_T, (outputs // SKINNY_TILE,), INT32)
+    return num_rows, outputs, inputs

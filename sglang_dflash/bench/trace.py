@@ -34,7 +34,9 @@ _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ARGMAX = re.compile(r"argmax|_split_kernel|_combine_kernel|top1", re.IGNORECASE)
 # Norms in CUTLASS's own language have its name too.
-_PRODUCT = re.compile(r"^(?!.*norm).*(gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|fp8_logits)", re.IGNORECASE)
+_PRODUCT = re.compile(
+    r"^(?!.*norm).*(gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|fp8_logits|skinny_linear)", re.IGNORECASE
+)
 _TOP1 = re.compile(r"^_(split|combine)_kernel$")  # this package's argmax
 _STORE = re.compile(r"store_features")
 _SPLIT_SUM = re.compile(r"splitkreduce", re.IGNORECASE)  # the second kernel of a product split over its inner dimension

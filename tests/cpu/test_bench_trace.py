@@ -155,7 +155,7 @@ def test_an_attention_that_combines_is_not_taken_for_the_head(tmp_path: Path) ->
 
 
 def test_the_heads_product_is_told_by_any_of_its_names(tmp_path: Path) -> None:
-    for name in ("nvjet_head", "_fp8_logits_kernel", "sm90_xmma_gemm"):
+    for name in ("nvjet_head", "_fp8_logits_kernel", "_skinny_linear_kernel", "sm90_xmma_gemm"):
         events = rounds(host_round) + rounds(device_round)
         for event in [e for e in events if e["name"] == "nvjet_head"]:
             event["name"] = name

@@ -165,7 +165,7 @@ def test_a_rounds_graphs_are_made_where_both_models_allow_it(
 
     started: Any = worker.DFlashWorker.__new__(worker.DFlashWorker)
     started.target, started.drafter = model("target"), model("drafter")
-    started.layout, started._choices = "layout", "choices"
+    started.layout, started._choices, started._ops = "layout", "choices", "ops"
     started._buffers = SimpleNamespace(drafted_BK="drafted")
     started.injector, started.proposer = SimpleNamespace(inject="inject"), SimpleNamespace(score="score")
     monkeypatch.setattr(worker.BaseSpecWorker, "init_attention_backends", lambda self: None)
@@ -173,8 +173,12 @@ def test_a_rounds_graphs_are_made_where_both_models_allow_it(
     monkeypatch.setattr(worker.round_graphs, "serve", lambda *runners: served and set(runners) == {"target", "drafter"})
     monkeypatch.setattr(worker, "RoundGraphs", Graphs)
     monkeypatch.setattr(worker.rope_store, "fuse", lambda runner: {"target": 36}[runner])
+    monkeypatch.setattr(
+        worker.few_rows, "serve", lambda runner, ops: {("target", "ops"): 144, ("drafter", "ops"): 20}[runner, ops]
+    )
     with caplog.at_level("INFO", logger=worker.logger.name):
         started.init_attention_backends()
+    assert "few rows by our kernel: 144 of the target, 20 of the drafter" in caplog.text
     assert f"replayed by {'sglang-dflash.' if ours else 'SGLang, '}" in caplog.text
     assert f"The keys of {36 if ours else 0} target layers" in caplog.text
     assert made == ([("drafter", "target", "layout", "drafted")] if ours else [])

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sglang_dflash_kernels import CachePointers, select, top1_workspace
+from sglang_dflash_kernels import SKINNY_TILE, CachePointers, select, skinny_splits, top1_workspace
 
 STORES: dict[str, list[dict[str, int]]] = collections.defaultdict(list)
 
@@ -73,7 +73,21 @@ def main() -> None:
             ops.rms_norm_fp8(x[:, :columns], residual, weight, 1e-6, out_NH=out, scale_N=scale)
         ops.round_fp8(x[:, :columns], out_NH=out, scale_N=scale)
         ops.silu_mul_fp8(x, out_NI=out, scale_N=scale)
+    for num_rows in (16, 64):
+        for outputs, inputs in ((4096, 12_288), (24_576, 4096)):
+            compile_skinny_linear(ops, num_rows, outputs, inputs)
     print(json.dumps(STORES))
+
+
+def compile_skinny_linear(ops, num_rows, outputs, inputs) -> None:
+    ops.skinny_linear(
+        torch.zeros(num_rows, inputs, dtype=torch.bfloat16),
+        torch.zeros(outputs, inputs, dtype=torch.bfloat16),
+        torch.zeros(outputs, dtype=torch.bfloat16),
+        out_NO=torch.zeros(num_rows, outputs, dtype=torch.bfloat16),
+        partial_SNO=torch.zeros(skinny_splits(outputs, inputs), num_rows, outputs),
+        arrived_T=torch.zeros(outputs // SKINNY_TILE, dtype=torch.int32),
+    )
 
 
 def compile_store_features(ops, num_tokens, kv_heads, head_dim, rotary_dim, layers=5) -> None:

@@ -32,6 +32,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
         "_combine_kernel",
         "_fp8_logits_kernel",
         "_fp8_rows_kernel",
+        "_skinny_linear_kernel",
     }
     # 16 bytes at a time: without the alignment hint on the caches' addresses each element would be stored alone.
     assert [set(kinds) for kinds in stores["_store_features_kernel"]] == [{"st.global.v4.b32"}] * 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dflash_kernels import CachePointers, select, top1_workspace
+from sglang_dflash_kernels import SKINNY_TILE, CachePointers, select, skinny_splits, top1_workspace
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
@@ -100,6 +100,25 @@ def test_fp8_logits():
 
     outputs = [torch.zeros(15, VOCAB, device=CUDA, dtype=torch.bfloat16)]
     check_replays(call, inputs, outputs, refresh, tolerance=2.0**-4)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(192, 1088), (9216, 512)])
+def test_skinny_linear(outputs, inputs):
+    """Of whole numbers: nothing is rounded, so the order of sums does not matter."""
+    splits = skinny_splits(outputs, inputs)
+    arrived_T = torch.zeros(outputs // SKINNY_TILE, device=CUDA, dtype=torch.int32)
+    partial_SNO = torch.zeros(splits, 16, outputs, device=CUDA)
+
+    def refresh():
+        return [torch.randint(-1, 2, shape, device=CUDA).bfloat16() for shape in ((16, inputs), (outputs, inputs))]
+
+    tensors = refresh()
+
+    def call(ops, results):
+        ops.skinny_linear(*tensors, None, out_NO=results[0], partial_SNO=partial_SNO, arrived_T=arrived_T)
+
+    check_replays(call, tensors, [torch.zeros(16, outputs, device=CUDA, dtype=torch.bfloat16)], refresh)
+    assert not arrived_T.any()
 
 
 @pytest.mark.parametrize("op", ["round_fp8", "rms_norm_fp8", "silu_mul_fp8"])

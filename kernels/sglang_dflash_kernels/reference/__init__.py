@@ -9,6 +9,7 @@ from sglang_dflash_kernels.reference.prepare_block import prepare_block
 from sglang_dflash_kernels.reference.rms_norm_fp8 import rms_norm_fp8
 from sglang_dflash_kernels.reference.round_fp8 import round_fp8
 from sglang_dflash_kernels.reference.silu_mul_fp8 import silu_mul_fp8
+from sglang_dflash_kernels.reference.skinny_linear import skinny_linear
 from sglang_dflash_kernels.reference.store_features import store_features
 from sglang_dflash_kernels.reference.top1 import top1
 
@@ -19,6 +20,7 @@ __all__ = [
     "rms_norm_fp8",
     "round_fp8",
     "silu_mul_fp8",
+    "skinny_linear",
     "store_features",
     "top1",
 ]

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_dflash_kernels import SKINNY_MAX_ROWS, SKINNY_TILE, skinny_splits
+
+# One program a tile and several, shares of unequal length, and more tiles than a card has multiprocessors.
+SHAPES = [(64, 64), (192, 576), (64, 1088), (128, 2048), (8512, 64)]
+
+
+def naive(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """One number after the other, in float64."""
+    rows, weights = x_NI.cpu().double(), weight_OI.cpu().double()
+    want = torch.stack([torch.stack([row.dot(weight) for weight in weights]) for row in rows])
+    return want if bias_O is None else want + bias_O.cpu().double()
+
+
+@pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
+def dtype(request, ops, device) -> torch.dtype:
+    if ops.name == "triton" and device.type == "cpu" and request.param == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as whole numbers")
+    return request.param
+
+
+@pytest.fixture
+def whole(device, dtype):
+    """Whole numbers so small that sums of products are exact in bfloat16 too: nothing is rounded anywhere."""
+    return lambda *shape, high=1: torch.randint(-high, high + 1, shape, device=device).to(dtype)
+
+
+def run(ops, poison, device, x_NI, weight_OI, bias_O=None) -> torch.Tensor:
+    (outputs, inputs), num_rows = weight_OI.shape, x_NI.shape[0]
+    out_NO = poison.output(num_rows, outputs, dtype=x_NI.dtype)
+    arrived_T = torch.zeros(outputs // SKINNY_TILE, dtype=torch.int32, device=device)
+    partial_SNO = torch.full((skinny_splits(outputs, inputs), num_rows, outputs), float("nan"), device=device)
+    for _ in range(2):  # the second finds the counters as the first left them
+        out_NO.fill_(float("nan"))
+        ops.skinny_linear(x_NI, weight_OI, bias_O, out_NO=out_NO, partial_SNO=partial_SNO, arrived_T=arrived_T)
+        assert not arrived_T.any()
+    poison.check_surroundings()
+    return out_NO.cpu().double()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 33, 64])
+def test_matches_twin(ops, poison, device, whole, num_rows, outputs, inputs):
+    """Sums of up to 2,048 products of -1, 0 and 1 stay below 257: bfloat16 has them all."""
+    torch.manual_seed(num_rows + outputs + inputs)
+    x_NI, weight_OI, bias_O = whole(num_rows, inputs), whole(outputs, inputs), whole(outputs, high=9)
+    want = naive(x_NI, weight_OI, bias_O)
+    assert want.abs().max() <= 256
+    assert torch.equal(run(ops, poison, device, x_NI, weight_OI, bias_O), want)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(128, 2048), (192, 576)])
+def test_rounds_once(ops, poison, device, dtype, outputs, inputs):
+    torch.manual_seed(outputs)
+    x_NI = torch.randn(16, inputs, device=device).to(dtype)
+    weight_OI = torch.randn(outputs, inputs, device=device).to(dtype)
+    want = naive(x_NI, weight_OI, None)
+    # Half a unit of the dtype, and float32's noise where products cancel.
+    size = x_NI.cpu().double().abs() @ weight_OI.cpu().double().abs().T
+    off = (run(ops, poison, device, x_NI, weight_OI) - want).abs()
+    assert (off <= torch.finfo(dtype).eps / 2 * want.abs() + 2.0**-20 * size).all()
+
+
+def test_every_share_counts(ops, poison, device, dtype):
+    """One input of each share, and every output its own weight for it."""
+    outputs, inputs = 64, 1088
+    weight_OI = torch.zeros(outputs, inputs, device=device)
+    for at, factor in ((0, 1), (543, 2), (544, 4), (1087, 8)):
+        weight_OI[:, at] = factor
+    x_NI = torch.arange(1.0, 4.0, device=device)[:, None].expand(3, inputs).to(dtype)
+    got = run(ops, poison, device, x_NI, weight_OI.to(dtype))
+    assert torch.equal(got, 15 * torch.arange(1.0, 4.0, dtype=torch.float64)[:, None].expand(3, outputs))
+
+
+def test_rows_of_a_wider_buffer(ops, poison, device, whole):
+    wide, weight_OI = whole(5, 256), whole(64, 128)
+    x_NI = wide[:, 64:192]
+    assert torch.equal(run(ops, poison, device, x_NI, weight_OI), naive(x_NI, weight_OI, None))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "splits"),
+    [
+        (6144, 4096, 1),
+        (4096, 4096, 2),
+        (24_576, 4096, 1),
+        (4096, 12_288, 2),
+        (576, 1536, 3),
+        (64, 64, 1),
+        (64, 65_536, 8),
+    ],
+)
+def test_splits_occupy_a_card(outputs, inputs, splits):
+    assert skinny_splits(outputs, inputs) == splits
+
+
+def test_what_it_does_not_take_is_a_bug(ops, device, whole):
+    x_NI, weight_OI = whole(SKINNY_MAX_ROWS + 1, 64), whole(64, 64)
+    scratch = {"partial_SNO": torch.zeros(1, 65, 64, device=device), "arrived_T": torch.zeros(1, dtype=torch.int32)}
+    with pytest.raises(AssertionError, match="expected 1 to 64 rows, got 65"):
+        ops.skinny_linear(x_NI, weight_OI, None, out_NO=x_NI.clone(), **scratch)
+    with pytest.raises(AssertionError, match=r"expected multiples of 64, got shape \[64, 48\]"):
+        ops.skinny_linear(x_NI[:3, :48], weight_OI[:, :48], None, out_NO=x_NI[:3].clone(), **scratch)

@@ -110,6 +110,7 @@ class Recipe(BaseModel):
     device: Literal["cpu", "cuda"] | None = None
     sampling_backend: _Text | None = None
     speculative_draft_attention_backend: _Text | None = None
+    speculative_draft_model_quantization: Literal["fp8"] | None = None
     cuda_graph_backend_decode: Literal["full", "disabled"] | None = None
     cuda_graph_backend_prefill: Literal["full", "breakable", "disabled"] | None = None
     cuda_graph_bs_decode: Annotated[list[_PositiveInt], Field(min_length=1), AfterValidator(_ascending)] | None = None

@@ -169,9 +169,10 @@ class _Comparison:
         if self.examples:
             answers = heldout.warm_up(engines, self.examples, max(args.batches), args.new_tokens)
             return correctness.judge(answers, self.columns, dtype)
-        num_prompts = max(MIN_CHECKED, *args.batches)
-        prompts = steps.random_prompts(setup.SEED, num_prompts, args.prompt_tokens, self._vocab_size)
-        return correctness.check(engines, self.columns, prompts, new_tokens=args.new_tokens, dtype=dtype)
+        # Passes of each size: theirs are other graphs, and of few rows other kernels.
+        sizes = sorted({*args.batches} if max(args.batches) >= MIN_CHECKED else {*args.batches, MIN_CHECKED})
+        batches = [steps.random_prompts(setup.SEED + n, n, args.prompt_tokens, self._vocab_size) for n in sizes]
+        return correctness.check(engines, self.columns, batches, new_tokens=args.new_tokens, dtype=dtype)
 
     def _measure(self, engines: dict[str, EngineProcess]) -> None:
         """Every batch size, then first tokens; the result is written after each, for a run that is cut short."""

@@ -47,16 +47,18 @@ def skipped(why: str) -> Check:
 def check(
     engines: Mapping[str, EngineProcess],
     columns: Sequence[Column],
-    prompts: Sequence[Sequence[int]],
+    batches: Sequence[Sequence[Sequence[int]]],
     *,
     new_tokens: int,
     dtype: str,
 ) -> Check:
-    """Answer, past the end of the text, and judge."""
-    answers = {}
+    """Answer batches of prompts, one after the other and past the end of the text, and judge."""
+    answers: dict[str, list[Answer]] = {}
     for name, engine in engines.items():
-        inputs = [list(prompt) for prompt in prompts]
-        answers[name], _ = engine.generate(inputs, max_new_tokens=new_tokens, ignore_eos=True)
+        answers[name] = []
+        for prompts in batches:
+            inputs = [list(prompt) for prompt in prompts]
+            answers[name] += engine.generate(inputs, max_new_tokens=new_tokens, ignore_eos=True)[0]
     return judge(answers, columns, dtype)
 
 

@@ -98,7 +98,7 @@ def test_steps_of_every_engine(command: list[str], tmp_path: Path, capsys: pytes
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
     assert rows[2][:5] == ["1", "ours", "3.000 (3.000 to 3.000)", "1.500", "0.750"]
     assert rows[0][3:5] == ["", ""]
-    assert "check: greedy, bfloat16: requests that differ from plain decoding: stock 0 of 8, ours 0 of 8" in out
+    assert "check: greedy, bfloat16: requests that differ from plain decoding: stock 0 of 11, ours 0 of 11" in out
     assert "a card" in out
 
 
@@ -107,7 +107,7 @@ def test_engines_take_turns_on_the_same_prompts(command: list[str]) -> None:
     plain, stock, ours = (_Engine.calls[name] for name in ("plain", "stock", "ours"))
     assert plain == stock == ours
     lengths = [call["max_new_tokens"] for call in plain]
-    assert lengths == [144, 144, steps.FEW_TOKENS] + [steps.FEW_TOKENS, 144] * 3, "check, warm-up, repeats"
+    assert lengths == [144, 144, 144, steps.FEW_TOKENS] + [steps.FEW_TOKENS, 144] * 3, "check of two batches, warm-up, repeats"
     assert all(call["ignore_eos"] for call in plain)
     # The check, the warm-up with both lengths, then each repeat starts with another engine; two calls in a row each.
     assert _Engine.order[:9] == ["plain", "stock", "ours", "plain", "plain", "stock", "stock", "ours", "ours"]
@@ -136,7 +136,7 @@ def test_no_time_is_taken_where_the_check_fails(
     assert not (tmp_path / "out" / "r.json").exists()
     failed = json.loads((tmp_path / "out" / "r.failed.json").read_text())
     assert "batches" not in failed
-    assert failed["check"]["first_differences"]["ours"] == {str(i): 143 for i in range(8)}
+    assert failed["check"]["first_differences"]["ours"] == {str(i): 143 for i in range(11)}
     captured = capsys.readouterr()
     assert "the check failed, no time was taken" in captured.err
     assert "ours 8 of 8; expected at most 1 of ours" in captured.err
@@ -216,7 +216,7 @@ def test_sampled_answers_are_not_compared(
 
 def test_sampled_steps_are_not_compared(command: list[str], tmp_path: Path) -> None:
     assert cli.main([*command, "--temperature", "1"]) == 0
-    assert _Engine.calls["plain"][1]["temperature"] == 1
+    assert _Engine.calls["plain"][3]["temperature"] == 1
     assert "differing_requests" not in _result(tmp_path)["batches"]["1"]
 
 

@@ -92,17 +92,27 @@ def engines(
 
 
 @pytest.mark.parametrize(
-    ("options", "request_options"),
-    [(OPTIONS[:1], {}), (OPTIONS, {}), (OPTIONS, LOGPROBS), (SAMPLED, {}), (SAMPLED, LOGPROBS)],
-    ids=["plain", "mixed", "mixed with logprobs", "sampled", "sampled with logprobs"],
+    ("options", "request_options", "size"),
+    [
+        (OPTIONS[:1], {}, 23),
+        (OPTIONS, {}, 23),
+        (OPTIONS, LOGPROBS, 23),
+        (SAMPLED, {}, 23),
+        (SAMPLED, LOGPROBS, 23),
+        (OPTIONS[:1], LOGPROBS, 1),
+        (OPTIONS[:3], {}, 3),
+        (OPTIONS[1:4], LOGPROBS, 3),
+    ],
+    ids=["plain", "mixed", "mixed with logprobs", "sampled", "sampled with logprobs", "one", "three", "three logprobs"],
 )
 def test_options_in_captured_rounds(
     engines: Engines,
     prompt_ids: dict[str, list[int]],
     options: tuple[dict[str, Any], ...],
     request_options: dict[str, Any],
+    size: int,
 ) -> None:
-    """One batch, padded to a captured size, with drafts of every accepted length.
+    """One batch of at most `size` requests, padded to a captured size, with drafts of every accepted length.
 
     Whoever replays the graphs, they say the same, bit for bit. Plain decoding says the same tokens with deterministic
     kernels, the same samples too; without them a sampled answer leaves the script where its draws are others.
@@ -111,8 +121,7 @@ def test_options_in_captured_rounds(
         options = tuple(own for own in options if "min_p" not in own)  # refused
     short = {rid: ids for rid, ids in prompt_ids.items() if len(ids) < 150}
     named = itertools.product(short, enumerate(options))
-    # Of 24 that a graph holds.
-    each = {f"{rid}-{i}": (short[rid], own) for rid, (i, own) in itertools.islice(named, 23)}
+    each = {f"{rid}-{i}": (short[rid], own) for rid, (i, own) in itertools.islice(named, size)}
 
     def ask(asked: EngineProcess, request: dict[str, Any], rids: Iterable[str] = tuple(each)) -> dict[str, Answer]:
         call: dict[str, Any] = {"max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True, "request": request}

@@ -2,8 +2,7 @@
 
 A round's pass over one to four blocks of 16 reads every weight for at most 64 rows, so a layer takes the time that its
 weight takes to stream. cuBLAS leaves part of the memory's rate unused there, more so in small weights, for which it
-launches a second kernel to add up sums. Passes that are not captured stay with it: a launch of Triton's costs the host
-more.
+launches a second kernel to add up sums. Eager passes stay with it: a launch of Triton's costs the host more.
 """
 
 from __future__ import annotations
@@ -34,6 +33,9 @@ def serve(runner: Any, ops: Any) -> int:
     ):
         return 0
     layers = [module for module in runner.model.modules() if isinstance(module, LinearBase) and _takes(module)]
+    # Offloaded weights come to the card layer by layer.
+    device = next(runner.model.parameters()).device
+    layers = [layer for layer in layers if layer.weight.device == device]
     for layer in layers:
         layer.quant_method = FewRowsMethod(layer.weight, ops)
     return len(layers)

@@ -107,12 +107,14 @@ def test_engines_take_turns_on_the_same_prompts(command: list[str]) -> None:
     plain, stock, ours = (_Engine.calls[name] for name in ("plain", "stock", "ours"))
     assert plain == stock == ours
     lengths = [call["max_new_tokens"] for call in plain]
-    assert lengths == [144, 144, 144, steps.FEW_TOKENS] + [steps.FEW_TOKENS, 144] * 3, "check of two batches, warm-up, repeats"
+    assert lengths == [144] * 3 + [steps.FEW_TOKENS] + [steps.FEW_TOKENS, 144] * 3, "check, warm-up, repeats"
+    assert [len(call["prompts"]) for call in plain[:2]] == [2, 8], "the check: batches of the size asked, and of 8"
     assert all(call["ignore_eos"] for call in plain)
-    # The check, the warm-up with both lengths, then each repeat starts with another engine; two calls in a row each.
-    assert _Engine.order[:9] == ["plain", "stock", "ours", "plain", "plain", "stock", "stock", "ours", "ours"]
+    # The check of two batches, the warm-up with both lengths, then each repeat starts with another engine; two calls in a row each.
+    two_each = ["plain", "plain", "stock", "stock", "ours", "ours"]
+    assert _Engine.order[:12] == two_each * 2
     assert _Engine.started[0]["max_total_tokens"] == 2 * 2 * (64 + 144 + SPARE_TOKENS)
-    assert _Engine.order[9::2] == ["plain", "stock", "ours", "stock", "ours", "plain", "ours", "plain", "stock"]
+    assert _Engine.order[12::2] == ["plain", "stock", "ours", "stock", "ours", "plain", "ours", "plain", "stock"]
 
 
 def test_a_column_for_every_variant(command: list[str], tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_no_time_is_taken_where_the_check_fails(
     assert failed["check"]["first_differences"]["ours"] == {str(i): 143 for i in range(11)}
     captured = capsys.readouterr()
     assert "the check failed, no time was taken" in captured.err
-    assert "ours 8 of 8; expected at most 1 of ours" in captured.err
+    assert "ours 11 of 11; expected at most 1 of ours" in captured.err
     assert captured.out == ""
     assert all(len(calls) == 1 for calls in _Engine.calls.values())
 

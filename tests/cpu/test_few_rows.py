@@ -84,9 +84,10 @@ def test_other_passes_are_left_to_sglang(host: SimpleNamespace) -> None:
 
 def test_a_new_weight_is_read(host: SimpleNamespace) -> None:
     layer, x = linear(128, 64), rows(16)
-    served(layer)
-    layer.weight.data = -layer.weight.data
+    _, products = served(layer)
+    layer.weight = torch.nn.Parameter(-layer.weight.data, requires_grad=False)
     assert torch.equal(layer(x)[0], torch.nn.functional.linear(x, layer.weight))
+    assert products.count == 1
 
 
 def test_only_dense_tiled_layers_of_16_bits_are_served(host: SimpleNamespace) -> None:
@@ -97,8 +98,9 @@ def test_only_dense_tiled_layers_of_16_bits_are_served(host: SimpleNamespace) ->
     quantized.quant_method = Quantized()
     transposed = linear(128, 128)
     transposed.weight.data = transposed.weight.data.t()
-    others = (linear(128, 65), linear(72, 64), linear(128, 64, dtype=torch.float32), quantized, transposed)
-    assert served(*others, torch.nn.Linear(128, 64).bfloat16())[0] == 0
+    offloaded = linear(128, 64).to("meta")
+    others = (offloaded, linear(128, 65), linear(72, 64), linear(128, 64, dtype=torch.float32), quantized, transposed)
+    assert served(torch.nn.Linear(128, 64).bfloat16(), *others)[0] == 0
 
 
 @pytest.mark.parametrize("what", ["hopper", "backend", "invariant", "on_policy"])

@@ -121,6 +121,31 @@ def test_skinny_linear(outputs, inputs):
     assert not arrived_T.any()
 
 
+def test_skinny_linears_in_a_row_wait_for_each_other():
+    """Each reads what the one before wrote, and all share counters and scratch: permutations, so sums are exact."""
+    size, length = 1024, 20
+    order = torch.randperm(size, device=CUDA)
+    weight = torch.eye(size, device=CUDA, dtype=torch.bfloat16)[order].contiguous()
+    rows = torch.zeros(length + 1, 16, size, device=CUDA, dtype=torch.bfloat16)
+    scratch = {
+        "partial_SNO": torch.zeros(skinny_splits(size, size), 16, size, device=CUDA),
+        "arrived_T": torch.zeros(size // SKINNY_TILE, device=CUDA, dtype=torch.int32),
+    }
+
+    def chain() -> None:
+        for i in range(length):
+            select(CUDA).skinny_linear(rows[i], weight, None, out_NO=rows[i + 1], **scratch)
+
+    graph = capture(chain)
+    for _ in range(50):
+        rows.fill_(float("nan"))
+        want = rows[0].copy_(torch.randint(-99, 100, (16, size), device=CUDA)).clone()
+        graph.replay()
+        for _ in range(length):
+            want = want[:, order]
+        assert torch.equal(rows[-1], want)
+
+
 @pytest.mark.parametrize("op", ["round_fp8", "rms_norm_fp8", "silu_mul_fp8"])
 def test_fp8_rows(op):
     """Within an FP8 number of the reference's, whose sums are in another order; the residual is the same."""

@@ -66,10 +66,10 @@ def test_rounds_once(ops, poison, device, dtype, outputs, inputs):
 
 
 def test_every_share_counts(ops, poison, device, dtype):
-    """One input of each share, and every output its own weight for it."""
+    """Both ends of both shares."""
     outputs, inputs = 64, 1088
     weight_OI = torch.zeros(outputs, inputs, device=device)
-    for at, factor in ((0, 1), (543, 2), (544, 4), (1087, 8)):
+    for at, factor in ((0, 1), (575, 2), (576, 4), (1087, 8)):
         weight_OI[:, at] = factor
     x_NI = torch.arange(1.0, 4.0, device=device)[:, None].expand(3, inputs).to(dtype)
     got = run(ops, poison, device, x_NI, weight_OI.to(dtype))

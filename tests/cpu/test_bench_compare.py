@@ -110,7 +110,7 @@ def test_engines_take_turns_on_the_same_prompts(command: list[str]) -> None:
     assert lengths == [144] * 3 + [steps.FEW_TOKENS] + [steps.FEW_TOKENS, 144] * 3, "check, warm-up, repeats"
     assert [len(call["prompts"]) for call in plain[:2]] == [2, 8], "the check: batches of the size asked, and of 8"
     assert all(call["ignore_eos"] for call in plain)
-    # The check of two batches, the warm-up with both lengths, then each repeat starts with another engine; two calls in a row each.
+    # Two each: batches of the check, lengths of the warm-up, then of each repeat, which starts with another engine.
     two_each = ["plain", "plain", "stock", "stock", "ours", "ours"]
     assert _Engine.order[:12] == two_each * 2
     assert _Engine.started[0]["max_total_tokens"] == 2 * 2 * (64 + 144 + SPARE_TOKENS)
@@ -143,7 +143,7 @@ def test_no_time_is_taken_where_the_check_fails(
     assert "the check failed, no time was taken" in captured.err
     assert "ours 11 of 11; expected at most 1 of ours" in captured.err
     assert captured.out == ""
-    assert all(len(calls) == 1 for calls in _Engine.calls.values())
+    assert all(len(calls) == 3 for calls in _Engine.calls.values())
 
 
 def test_forced_acceptance_reaches_stock_and_ours_and_is_not_checked(

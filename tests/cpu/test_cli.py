@@ -88,7 +88,7 @@ def test_the_cpu_can_be_chosen_beside_a_gpu(flags: list[str]) -> None:
 def test_a_recipe_gives_environment_and_flags_before_the_users() -> None:
     launch = cli.plan("h200/qwen3-8b", ["--max-running-requests", "3"], start=True)
     flags = flags_of(launch)
-    assert launch.environment == {"SGLANG_DFLASH_STRICT": "1"}
+    assert launch.environment == {"SGLANG_DFLASH_CONFIG": '{"draft_head": "fp8"}', "SGLANG_DFLASH_STRICT": "1"}
     assert flags[:2] == ["--model-path", "Qwen/Qwen3-8B"]
     assert flags[-2:] == ["--max-running-requests", "3"]
     assert flags.count("--max-running-requests") == 2
@@ -123,7 +123,7 @@ def test_a_gpu_recipe_starts_on_no_cpu_but_can_be_shown(capsys: pytest.CaptureFi
     assert "recipe h200/qwen3-8b: expected a GPU (h200), got the CPU by --device," in capsys.readouterr().err
     assert cli.main(["serve", "--recipe", "h200/qwen3-8b", "--dry-run", "--port", "1"]) == 0
     words = shlex.split(capsys.readouterr().out)
-    assert words[0] == "SGLANG_DFLASH_STRICT=1"
+    assert words[:2] == ['SGLANG_DFLASH_CONFIG={"draft_head": "fp8"}', "SGLANG_DFLASH_STRICT=1"]
     assert tuple(words[1:5]) == SERVER
     assert words[-2:] == ["--port", "1"]
 

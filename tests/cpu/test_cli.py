@@ -124,7 +124,7 @@ def test_a_gpu_recipe_starts_on_no_cpu_but_can_be_shown(capsys: pytest.CaptureFi
     assert cli.main(["serve", "--recipe", "h200/qwen3-8b", "--dry-run", "--port", "1"]) == 0
     words = shlex.split(capsys.readouterr().out)
     assert words[:2] == ['SGLANG_DFLASH_CONFIG={"draft_head": "fp8"}', "SGLANG_DFLASH_STRICT=1"]
-    assert tuple(words[1:5]) == SERVER
+    assert tuple(words[2:6]) == SERVER
     assert words[-2:] == ["--port", "1"]
 
 

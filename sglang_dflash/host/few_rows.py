@@ -24,30 +24,27 @@ def serve(runner: Any, ops: Any) -> int:
     None on another card than Hopper's, for which the kernel is tuned, where kernels have to be deterministic over batch
     sizes, and where --bf16-gemm-backend names one.
     """
-    deterministic = get_exec().deterministic
+    deterministic, device = get_exec().deterministic, next(runner.model.parameters()).device
     if (
-        not _is_hopper(runner.model)
+        not _is_hopper(device)
         or not get_bf16_gemm_backend().is_auto()
         or deterministic.enable_deterministic_inference
         or deterministic.rl_on_policy_target is not None
     ):
         return 0
-    layers = [module for module in runner.model.modules() if isinstance(module, LinearBase) and _takes(module)]
-    # Offloaded weights come to the card layer by layer.
-    device = next(runner.model.parameters()).device
-    layers = [layer for layer in layers if layer.weight.device == device]
+    layers = [module for module in runner.model.modules() if isinstance(module, LinearBase) and _takes(module, device)]
     for layer in layers:
         layer.quant_method = FewRowsMethod(layer.weight, ops)
     return len(layers)
 
 
-def _is_hopper(model: Any) -> bool:
-    device = next(model.parameters()).device
+def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _takes(layer: Any) -> bool:
-    if type(layer.quant_method) is not UnquantizedLinearMethod:
+def _takes(layer: Any, device: torch.device) -> bool:
+    # Offloaded weights come to the card layer by layer.
+    if type(layer.quant_method) is not UnquantizedLinearMethod or layer.weight.device != device:
         return False
     weight = layer.weight
     tiled = all(size % SKINNY_TILE == 0 for size in weight.shape)

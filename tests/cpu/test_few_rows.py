@@ -24,7 +24,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         backend=Bf16GemmBackend.AUTO,
         deterministic=SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target=None),
     )
-    monkeypatch.setattr(few_rows, "_is_hopper", lambda model: state.hopper)
+    monkeypatch.setattr(few_rows, "_is_hopper", lambda device: state.hopper)
     monkeypatch.setattr(few_rows, "get_is_capture_mode", lambda: state.captures)
     monkeypatch.setattr(few_rows, "get_bf16_gemm_backend", lambda: state.backend)
     monkeypatch.setattr(few_rows, "get_exec", lambda: state)
@@ -119,4 +119,4 @@ def test_servers_that_are_left_to_sglang(host: SimpleNamespace, what: str) -> No
 
 
 def test_a_cpu_is_no_hopper() -> None:
-    assert not few_rows._is_hopper(linear(64, 64))
+    assert not few_rows._is_hopper(torch.device("cpu"))

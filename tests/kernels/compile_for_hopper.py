@@ -1,4 +1,4 @@
-"""Compile every kernel for an H100 on a machine that need not have one; prints the global stores of each as JSON.
+"""Compile every kernel for an H100 on a machine that need not have one; prints its global stores and waits as JSON.
 
 Run by test_compiles.py, in a process without Triton's interpreter. The ops are called as ever, on CPU tensors, with a
 driver that names the card and a launch that ends after compilation.
@@ -25,8 +25,10 @@ def compile_only() -> None:
     compile_and_launch = JITFunction.run
 
     def run(self, *args, grid, warmup, **kwargs):
+        if "DEPENDENT" in kwargs:
+            kwargs |= {"DEPENDENT": True, "launch_pdl": True}  # as on a card
         kernel = compile_and_launch(self, *args, grid=grid, warmup=True, **kwargs)
-        stores = collections.Counter(re.findall(r"st\.global\.(?:v\d\.)?b\d+", kernel.asm["ptx"]))
+        stores = collections.Counter(re.findall(r"st\.global\.(?:v\d\.)?b\d+|griddepcontrol\.\w+", kernel.asm["ptx"]))
         STORES[self.fn.__name__].append(dict(stores))
 
     JITFunction.run = run

@@ -39,6 +39,10 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     # A thread's 16 numbers of a row at once, 32 in a long one; where a residual is added its sums too. Of each width:
     # norm without and with a residual, rounding alone, SwiGLU.
     assert [kinds["st.global.v4.b32"] for kinds in stores["_fp8_rows_kernel"]] == [1, 3, 1, 1] * 2 + [2, 6, 2, 2]
+    # Waits for the kernel before it, and only then lets the one after it start.
+    for kinds in stores["_skinny_linear_kernel"]:
+        waits = [kind for kind in kinds if kind.startswith("griddepcontrol")]
+        assert waits == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "reference"), ("meta", "reference"), ("cuda", "triton")])

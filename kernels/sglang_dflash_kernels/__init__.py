@@ -19,11 +19,12 @@ from dataclasses import dataclass, fields
 import torch
 
 from sglang_dflash_kernels.cache_pointers import CachePointers
-from sglang_dflash_kernels.contracts import SKINNY_MAX_ROWS, SKINNY_TILE, skinny_splits
+from sglang_dflash_kernels.contracts import SKINNY_MAX_ROWS, SKINNY_MAX_SPLITS, SKINNY_TILE, skinny_splits
 from sglang_dflash_kernels.top1_workspace import Top1Workspace, top1_workspace
 
 __all__ = [
     "SKINNY_MAX_ROWS",
+    "SKINNY_MAX_SPLITS",
     "SKINNY_TILE",
     "CachePointers",
     "Ops",

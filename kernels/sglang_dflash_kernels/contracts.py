@@ -16,10 +16,11 @@ FP8_LEAST = 1e-12
 # Of `fp8_logits`: rows it takes, columns that share a scale.
 FP8_MAX_ROWS = 16
 FP8_PART = 128
-# Of `skinny_linear`: rows it takes, the outputs of a program and the inputs of a step, programs that occupy a card (an
-# H100 or H200 has 132 multiprocessors), and the fewest inputs that are a program's share.
+# Of `skinny_linear`: rows it takes, the outputs of a program and the inputs of a step, parts of a sum, programs that
+# occupy a card (an H100 or H200 has 132 multiprocessors), and the fewest inputs that are a program's share.
 SKINNY_MAX_ROWS = 64
 SKINNY_TILE = 64
+SKINNY_MAX_SPLITS = 16
 SKINNY_PROGRAMS = 132
 SKINNY_MIN_SHARE = 512
 
@@ -142,8 +143,13 @@ def silu_mul_fp8(gate_up_NI, *, out_NI, scale_N) -> None:
 
 
 def skinny_splits(outputs: int, inputs: int) -> int:
-    """Programs of `skinny_linear` that share a tile of outputs."""
+    """Parts of a sum, each a program of `skinny_linear`, that occupy a card."""
     return max(1, min(SKINNY_PROGRAMS // (outputs // SKINNY_TILE), inputs // SKINNY_MIN_SHARE, 8))
+
+
+def skinny_share(inputs: int, splits: int) -> int:
+    """Inputs of each part of a sum of `skinny_linear`; the last takes what is left, if anything."""
+    return -(-inputs // (SKINNY_TILE * splits)) * SKINNY_TILE
 
 
 def skinny_linear(x_NI, weight_OI, bias_O, *, out_NO, partial_SNO, arrived_T) -> tuple[int, int, int]:
@@ -160,7 +166,9 @@ def skinny_linear(x_NI, weight_OI, bias_O, *, out_NO, partial_SNO, arrived_T) ->
     if bias_O is not None:
         expect("bias_O", bias_O, (outputs,), dtype)
     expect("out_NO", out_NO, (num_rows, outputs), dtype)
-    expect("partial_SNO", partial_SNO, (skinny_splits(outputs, inputs), num_rows, outputs), FLOAT32)
+    splits = partial_SNO.shape[0]
+    assert 1 <= splits <= SKINNY_MAX_SPLITS, f"partial_SNO: expected 1 to {SKINNY_MAX_SPLITS} parts, got {splits}"
+    expect("partial_SNO", partial_SNO, (splits, num_rows, outputs), FLOAT32)
     assert partial_SNO.is_contiguous(), "partial_SNO: expected a contiguous tensor"
     expect("arrived_T", arrived_T, (outputs // SKINNY_TILE,), INT32)
     return num_rows, outputs, inputs

@@ -2,8 +2,8 @@
 
 The weight stands on the left of the product, where the tensor cores take 64 rows for four warps, and the few rows of x
 on the right. Where a weight has too few outputs to occupy the card, programs share a tile's inputs and the last of them
-to arrive adds up their sums, always in the same order: one launch, and the same bits every time. The kernel is launched
-while the one before it ends, and waits for it (programmatic dependent launch).
+to arrive adds up their sums, always in the same order: one launch, and the same bits every time, whatever the number of
+rows. The kernel is launched while the one before it ends, and waits for it (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def _skinny_linear_kernel(
     num_rows,
     outputs,
     inputs,
+    share,
     x_stride,
     out_stride,
     HAS_BIAS: tl.constexpr,
@@ -45,7 +46,6 @@ def _skinny_linear_kernel(
     row = tl.arange(0, ROWS)
     part = tl.arange(0, TILE)
     is_row = (row < num_rows)[None, :]
-    share = tl.cdiv(inputs // TILE, SPLITS) * TILE
     first = split * share
     last = tl.minimum(first + share, inputs)
     weight_row = weight_ptr + output[:, None].to(tl.int64) * inputs + part[None, :]
@@ -106,6 +106,7 @@ def skinny_linear(
         num_rows,
         outputs,
         inputs,
+        contracts.skinny_share(inputs, splits),
         x_NI.stride(0),
         out_NO.stride(0),
         HAS_BIAS=bias_O is not None,

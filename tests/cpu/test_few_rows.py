@@ -12,7 +12,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import Bf16GemmBackend, UnquantizedLinearMethod
 
 from sglang_dflash.host import few_rows
-from sglang_dflash_kernels import SKINNY_MAX_ROWS, select
+from sglang_dflash_kernels import SKINNY_MAX_ROWS, select, skinny_splits
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 class Products:
-    """The reference ops, counting."""
+    """The reference ops; `parts` has the parts of the sums of each product."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.parts: list[int] = []
         reference = select(torch.device("cpu"))
 
         def skinny_linear(*args: Any, **outputs: Any) -> None:
-            self.count += 1
+            self.parts.append(len(outputs["partial_SNO"]))
             reference.skinny_linear(*args, **outputs)
 
         self.ops = dataclasses.replace(reference, skinny_linear=skinny_linear)
@@ -56,9 +56,10 @@ def rows(num_rows: int, inputs: int = 128) -> torch.Tensor:
     return torch.randint(-1, 2, (num_rows, inputs)).bfloat16()
 
 
-def served(*layers: Any) -> tuple[int, Products]:
+def served(*layers: Any, as_decoded: bool = False) -> tuple[int, Products]:
     products = Products()
-    return few_rows.serve(SimpleNamespace(model=torch.nn.ModuleList(layers)), products.ops), products
+    runner = SimpleNamespace(model=torch.nn.ModuleList(layers))
+    return few_rows.serve(runner, products.ops, as_decoded=as_decoded), products
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -68,7 +69,7 @@ def test_captured_few_rows_are_multiplied_here(host: SimpleNamespace, bias: bool
     expected, _ = layer(x)
     count, products = served(layer)
     got, _ = layer(x)
-    assert (count, products.count) == (1, 1)
+    assert (count, len(products.parts)) == (1, 1)
     assert torch.equal(got, expected)
 
 
@@ -79,7 +80,7 @@ def test_other_passes_are_left_to_sglang(host: SimpleNamespace) -> None:
         assert torch.equal(layer(x)[0], torch.nn.functional.linear(x, layer.weight))
     host.captures = False
     layer(rows(16))
-    assert products.count == 0
+    assert not products.parts
 
 
 def test_a_new_weight_is_read(host: SimpleNamespace) -> None:
@@ -87,7 +88,7 @@ def test_a_new_weight_is_read(host: SimpleNamespace) -> None:
     _, products = served(layer)
     layer.weight = torch.nn.Parameter(-layer.weight.data, requires_grad=False)
     assert torch.equal(layer(x)[0], torch.nn.functional.linear(x, layer.weight))
-    assert products.count == 1
+    assert len(products.parts) == 1
 
 
 def test_only_dense_tiled_layers_of_16_bits_are_served(host: SimpleNamespace) -> None:
@@ -101,6 +102,68 @@ def test_only_dense_tiled_layers_of_16_bits_are_served(host: SimpleNamespace) ->
     offloaded = linear(128, 64).to("meta")
     others = (offloaded, linear(128, 65), linear(72, 64), linear(128, 64, dtype=torch.float32), quantized, transposed)
     assert served(torch.nn.Linear(128, 64).bfloat16(), *others)[0] == 0
+
+
+class Parted:
+    """Products whose numbers tell in how many parts they were summed: by SGLang by the number of rows, and by ours."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, by_rows: dict[int, int], ours_at_64: int = 0) -> None:
+        self.ops = SimpleNamespace(skinny_linear=self._ours)
+        self._ours_at_64 = ours_at_64
+        by_sglang = UnquantizedLinearMethod.apply
+
+        def apply(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return by_sglang(method, layer, x, bias) + by_rows.get(len(x), 0)
+
+        monkeypatch.setattr(UnquantizedLinearMethod, "apply", apply)
+
+    def _ours(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **outputs: torch.Tensor) -> None:
+        parts = len(outputs["partial_SNO"]) + (self._ours_at_64 if len(x) == 64 else 0)
+        outputs["out_NO"].copy_(torch.nn.functional.linear(x, weight, bias) + parts)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("by_rows", "ours_at_64", "expected"),
+    [
+        ({1: 3, 2: 3, 4: 3, 16: 1, 64: 2}, 0, 3),
+        ({1: 16, 2: 16, 4: 16}, 0, 16),
+        ({1: 3, 2: 3, 4: 2}, 0, None),
+        ({1: 17, 2: 17, 4: 17}, 0, None),
+        ({1: 3, 2: 3, 4: 3}, 1, None),
+    ],
+    ids=["three", "sixteen", "differs by batch", "too many", "ours differs by batch"],
+)
+def test_parts_are_those_of_a_decoded_token(
+    monkeypatch: pytest.MonkeyPatch, by_rows: dict[int, int], ours_at_64: int, expected: int | None, bias: bool
+) -> None:
+    # Zeros: every product is the number of its parts.
+    layer = linear(128, 64, bias)
+    for parameter in layer.parameters():
+        parameter.data.zero_()
+    assert few_rows.splits_of_decoding(layer, Parted(monkeypatch, by_rows, ours_at_64).ops) == expected
+
+
+def test_layers_whose_sums_are_not_known_are_left_to_sglang(
+    host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(few_rows, "splits_of_decoding", lambda layer, ops: {64: 5, 192: None}[len(layer.weight)])
+    layers = [linear(128, 64), linear(128, 192), linear(128, 64)]
+    with caplog.at_level("INFO"):
+        count, products = served(*layers, as_decoded=True)
+    assert count == 2
+    assert "64x128: 5, 192x128: unknown" in caplog.text
+    for layer in layers:
+        layer(rows(16))
+    assert products.parts == [5, 5]
+
+
+def test_a_drafter_s_layers_are_all_served(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "splits_of_decoding", lambda layer, ops: None)
+    layer = linear(2048, 64)
+    count, products = served(layer)
+    layer(rows(16, 2048))
+    assert (count, products.parts) == (1, [skinny_splits(64, 2048)])
 
 
 @pytest.mark.parametrize("what", ["hopper", "backend", "invariant", "on_policy"])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dflash_kernels import SKINNY_MAX_ROWS, SKINNY_TILE, skinny_splits
+from sglang_dflash_kernels import SKINNY_MAX_ROWS, SKINNY_MAX_SPLITS, SKINNY_TILE, skinny_splits
 
 # One program a tile and several, shares of unequal length, and more tiles than a card has multiprocessors.
 SHAPES = [(64, 64), (192, 576), (64, 1088), (128, 2048), (8512, 64)]
@@ -29,11 +29,12 @@ def whole(device, dtype):
     return lambda *shape, high=1: torch.randint(-high, high + 1, shape, device=device).to(dtype)
 
 
-def run(ops, poison, device, x_NI, weight_OI, bias_O=None) -> torch.Tensor:
+def run(ops, poison, device, x_NI, weight_OI, bias_O=None, splits=None) -> torch.Tensor:
     (outputs, inputs), num_rows = weight_OI.shape, x_NI.shape[0]
+    splits = splits or skinny_splits(outputs, inputs)
     out_NO = poison.output(num_rows, outputs, dtype=x_NI.dtype)
     arrived_T = torch.zeros(outputs // SKINNY_TILE, dtype=torch.int32, device=device)
-    partial_SNO = torch.full((skinny_splits(outputs, inputs), num_rows, outputs), float("nan"), device=device)
+    partial_SNO = torch.full((splits, num_rows, outputs), float("nan"), device=device)
     for _ in range(2):  # the second finds the counters as the first left them
         out_NO.fill_(float("nan"))
         ops.skinny_linear(x_NI, weight_OI, bias_O, out_NO=out_NO, partial_SNO=partial_SNO, arrived_T=arrived_T)
@@ -76,6 +77,34 @@ def test_every_share_counts(ops, poison, device, dtype):
     assert torch.equal(got, 15 * torch.arange(1.0, 4.0, dtype=torch.float64)[:, None].expand(3, outputs))
 
 
+@pytest.mark.parametrize("splits", [3, 5, SKINNY_MAX_SPLITS])
+def test_any_number_of_parts(ops, poison, device, whole, splits):
+    """17 steps: shares of six, six and five, of four and of one, and shares of two with parts that get nothing."""
+    x_NI, weight_OI = whole(5, 1088), whole(128, 1088)
+    assert torch.equal(run(ops, poison, device, x_NI, weight_OI, splits=splits), naive(x_NI, weight_OI, None))
+
+
+@pytest.mark.parametrize(("factors", "want"), [((4096, 1, -4096), 0), ((4096, -4096, 1), 1)])
+def test_parts_are_added_in_their_order(ops, poison, device, dtype, factors, want):
+    """In float32 2^24 + 1 is 2^24."""
+    x_NI, weight_OI = torch.zeros(16, 192, device=device), torch.zeros(64, 192, device=device)
+    for part, factor in enumerate(factors):
+        x_NI[:, 64 * part], weight_OI[:, 64 * part] = abs(factor), factor
+    got = run(ops, poison, device, x_NI.to(dtype), weight_OI.to(dtype), splits=3)
+    assert torch.equal(got, torch.full((16, 64), want, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "splits"), [(192, 1088, 1), (192, 1088, 3), (8512, 2048, 2)])
+def test_a_row_has_its_bits_among_any_number(ops, poison, device, dtype, outputs, inputs, splits):
+    if device.type != "cuda":
+        pytest.skip("a matrix product on a CPU adds up by the number of its rows")
+    x_NI, weight_OI = (torch.randn(rows, inputs, device=device).to(dtype) for rows in (64, outputs))
+    alone = [run(ops, poison, device, row, weight_OI, splits=splits) for row in x_NI.split(1)]
+    for num_rows in (16, 33, 64):
+        among = [run(ops, poison, device, rows, weight_OI, splits=splits) for rows in x_NI.split(num_rows)]
+        assert torch.equal(torch.cat(among), torch.cat(alone))
+
+
 def test_rows_of_a_wider_buffer(ops, poison, device, whole):
     wide, weight_OI = whole(5, 256), whole(64, 128)
     x_NI = wide[:, 64:192]
@@ -103,5 +132,8 @@ def test_what_it_does_not_take_is_a_bug(ops, device, whole):
     scratch = {"partial_SNO": torch.zeros(1, 65, 64, device=device), "arrived_T": torch.zeros(1, dtype=torch.int32)}
     with pytest.raises(AssertionError, match="expected 1 to 64 rows, got 65"):
         ops.skinny_linear(x_NI, weight_OI, None, out_NO=x_NI.clone(), **scratch)
+    many = {**scratch, "partial_SNO": torch.zeros(SKINNY_MAX_SPLITS + 1, 3, 64, device=device)}
+    with pytest.raises(AssertionError, match="partial_SNO: expected 1 to 16 parts, got 17"):
+        ops.skinny_linear(x_NI[:3], weight_OI, None, out_NO=x_NI[:3].clone(), **many)
     with pytest.raises(AssertionError, match=r"expected multiples of 64, got shape \[64, 48\]"):
         ops.skinny_linear(x_NI[:3, :48], weight_OI[:, :48], None, out_NO=x_NI[:3].clone(), **scratch)

@@ -166,10 +166,13 @@ class _Comparison:
 
     def _check(self, engines: dict[str, EngineProcess]) -> Check:
         args, dtype = self.args, self.arguments.get("dtype", precision()["dtype"])
-        if self.examples:
-            answers = heldout.warm_up(engines, self.examples, max(args.batches), args.new_tokens)
-            return correctness.judge(answers, self.columns, dtype)
         # Passes of each size: theirs are other graphs, and of few rows other kernels.
+        if self.examples:
+            answers = {
+                f" in batches of {batch}": heldout.answer(engines, self.examples, batch, args.new_tokens)
+                for batch in sorted({*args.batches})
+            }
+            return correctness.judge(answers, self.columns, dtype)
         sizes = sorted({*args.batches} if max(args.batches) >= MIN_CHECKED else {*args.batches, MIN_CHECKED})
         batches = [steps.random_prompts(setup.SEED + n, n, args.prompt_tokens, self._vocab_size) for n in sizes]
         return correctness.check(engines, self.columns, batches, new_tokens=args.new_tokens, dtype=dtype)

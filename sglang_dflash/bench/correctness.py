@@ -27,8 +27,8 @@ class Check:
     Attributes:
         passed: None where nothing was checked.
         says: one line for a person.
-        differing: fraction of requests that part from plain decoding, by column.
-        first_differences: `request: position` of the first token that differs, by column.
+        differing: fraction of requests that part from plain decoding, by column (and size of batches).
+        first_differences: `request: position` of the first token that differs, by column (and size of batches).
     """
 
     passed: bool | None
@@ -59,27 +59,36 @@ def check(
         for prompts in batches:
             inputs = [list(prompt) for prompt in prompts]
             answers[name] += engine.generate(inputs, max_new_tokens=new_tokens, ignore_eos=True)[0]
-    return judge(answers, columns, dtype)
+    return judge({"": answers}, columns, dtype)
 
 
-def judge(answers: Mapping[str, Sequence[Answer]], columns: Sequence[Column], dtype: str) -> Check:
-    """Hold every column's answers against plain decoding's."""
+def judge(groups: Mapping[str, Mapping[str, Sequence[Answer]]], columns: Sequence[Column], dtype: str) -> Check:
+    """Hold every column's answers against plain decoding's.
+
+    Args:
+        groups: by what is said of them (" in batches of 8"), answers by column; each is judged by its own rates.
+    """
     kinds = {column.name: column.kind for column in columns}
     plain = next((name for name, kind in kinds.items() if kind == "plain"), None)
     if plain is None or set(kinds.values()) == {"plain"}:
         return skipped("plain decoding and another engine are not both among the columns")
     others = [name for name in kinds if name != plain]
-    rates = {name: figures.rate([(answers[plain], answers[name])]) for name in others}
     tolerated = 0.0 if dtype == "float32" else TOLERATED
-    limit = tolerated + max((rates[name] for name in others if kinds[name] == "stock"), default=0.0)
-    wrong = [name for name in others if rates[name] > limit]
-    places = {name: _first_differences(answers[plain], answers[name]) for name in others}
-    total = len(answers[plain])
-    told = ", ".join(f"{name} {round(rate * total)} of {total}" for name, rate in rates.items())
-    says = f"greedy, {dtype}: requests that differ from plain decoding: {told}"
-    if wrong:
-        says += f"; expected at most {int(limit * total)} of {', '.join(wrong)}"
-    return Check(not wrong, says, rates, places)
+    passed, told, differing, places = True, [], {}, {}
+    for group, answers in groups.items():
+        rates = {name: figures.rate([(answers[plain], answers[name])]) for name in others}
+        limit = tolerated + max((rates[name] for name in others if kinds[name] == "stock"), default=0.0)
+        wrong = [name for name in others if rates[name] > limit]
+        passed = passed and not wrong
+        total = len(answers[plain])
+        told.append(", ".join(f"{name} {round(rate * total)} of {total}" for name, rate in rates.items()) + group)
+        if wrong:
+            told.append(f"expected at most {int(limit * total)} of {', '.join(wrong)}")
+        for name in others:
+            differing[name + group] = rates[name]
+            places[name + group] = _first_differences(answers[plain], answers[name])
+    says = f"greedy, {dtype}: requests that differ from plain decoding: {'; '.join(told)}"
+    return Check(passed, says, differing, places)
 
 
 def _first_differences(expected: Sequence[Answer], got: Sequence[Answer]) -> dict[int, int]:

@@ -1,8 +1,8 @@
 """Real generation: every engine in turn answers the same prompts to their natural end.
 
 A repeat of one engine answers all prompts in chunks of the batch size, each chunk one generate call that waits for its
-longest answer. Before the first timed call every engine answers all prompts once, so that each finds the same prompts
-in its radix cache: what is timed is decoding, with a prefill of one token a request.
+longest answer. Before the first timed call every engine answers all prompts, so that each finds the same prompts in its
+radix cache: what is timed is decoding, with a prefill of one token a request.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def describe(prompts: str, examples: Sequence[dataset.Example]) -> dict[str, Any
     }
 
 
-def warm_up(
+def answer(
     engines: Mapping[str, EngineProcess], examples: Sequence[dataset.Example], batch: int, new_tokens: int
 ) -> dict[str, list[Answer]]:
-    """One untimed greedy pass: graphs, allocator, radix cache; the answers, for the check."""
+    """All prompts, untimed and greedy: for the check, and for graphs, allocator and radix cache."""
     answers = {}
     for name, engine in engines.items():
-        print(f"warming up {name}", file=sys.stderr, flush=True)
+        print(f"checking {name} in batches of {batch}", file=sys.stderr, flush=True)
         answers[name], _ = _answer_all(engine, examples, batch, new_tokens, {})
     return answers
 

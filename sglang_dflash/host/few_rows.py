@@ -5,13 +5,17 @@ weight takes to stream. cuBLAS leaves part of the memory's rate unused there, mo
 launches a second kernel to add up sums. Eager passes stay with it: a launch of Triton's costs the host more.
 
 cuBLAS chooses by the number of rows in how many parts it sums, so that a row of a block may be rounded otherwise than
-the same token decoded alone, and a close call fall otherwise. The kernel sums in any number of parts: of the target it
-takes the layers for which one of these numbers gives the bits of decoding, and in that number.
+the same token decoded alone, and a close call fall otherwise. The kernel sums in any number of parts: the target's
+layers are summed as decoding sums, bit for bit, or left to SGLang where no number of parts does that.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import logging
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +27,8 @@ from sglang.srt.runtime_context import get_exec
 from sglang_dflash_kernels import SKINNY_MAX_ROWS, SKINNY_MAX_SPLITS, SKINNY_TILE, skinny_splits
 
 logger = logging.getLogger(__name__)
+
+BLOCKS = (16, 32, 48, 64)  # rows of one to four blocks of 16
 
 
 def serve(runner: Any, ops: Any, *, as_decoded: bool) -> int:
@@ -42,22 +48,40 @@ def serve(runner: Any, ops: Any, *, as_decoded: bool) -> int:
         or deterministic.rl_on_policy_target is not None
     ):
         return 0
-    splits: dict[Any, int | None] = {}
+    chosen: dict[Any, Parts | None] = {}
     layers = [module for module in runner.model.modules() if isinstance(module, LinearBase) and _takes(module, device)]
     for layer in layers:
         shape = (*layer.weight.shape, layer.weight.dtype, _bias(layer) is not None)
-        if shape not in splits:
-            splits[shape] = splits_of_decoding(layer, ops) if as_decoded else skinny_splits(*layer.weight.shape)
-        if count := splits[shape]:
-            layer.quant_method = FewRowsMethod(layer.weight, count, ops)
+        if shape not in chosen:
+            chosen[shape] = parts_of_decoding(layer, ops) if as_decoded else Parts(skinny_splits(*layer.weight.shape))
+        if parts := chosen[shape]:
+            layer.quant_method = FewRowsMethod(layer.weight, parts, ops)
     if as_decoded:
-        parts = (f"{outputs}x{inputs}: {count or 'unknown'}" for (outputs, inputs, *_), count in splits.items())
-        logger.info("Parts in which a decoded token's products are summed: %s.", ", ".join(parts) or "no dense layer")
+        said = (f"{outputs}x{inputs}: {parts or 'left to SGLang'}" for (outputs, inputs, *_), parts in chosen.items())
+        logger.info("A decoded token's sums for few rows: %s.", ", ".join(said) or "no dense layer")
     return sum(isinstance(layer.quant_method, FewRowsMethod) for layer in layers)
 
 
-def splits_of_decoding(layer: Any, ops: Any) -> int | None:
-    """The number of parts in which sums of any number of rows are, bit for bit, SGLang's of one, two and four rows."""
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """In how many parts a layer's sums are made.
+
+    Attributes:
+        above: up to so many rows the layer is left to SGLang.
+    """
+
+    count: int
+    above: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.count} above {self.above} rows"
+
+
+def parts_of_decoding(layer: Any, ops: Any) -> Parts | None:
+    """The parts whose sums of any number of rows are, bit for bit, SGLang's of one, two and four rows.
+
+    Where that is another number than the fastest one, SGLang keeps the rows for which its own bits are the same.
+    """
     weight_OI, bias_O = layer.weight, _bias(layer)
     generator = torch.Generator(weight_OI.device).manual_seed(0)
     x_NI = torch.randn(SKINNY_MAX_ROWS, weight_OI.shape[1], generator=generator, device=weight_OI.device)
@@ -66,17 +90,22 @@ def splits_of_decoding(layer: Any, ops: Any) -> int | None:
     def sglang(num_rows: int) -> torch.Tensor:
         return torch.cat([layer.quant_method.apply(layer, rows, bias_O) for rows in x_NI.split(num_rows)])
 
-    def ours(num_rows: int, splits: int) -> torch.Tensor:
-        method = FewRowsMethod(weight_OI, splits, ops)
+    def ours(count: int, num_rows: int) -> torch.Tensor:
+        method = FewRowsMethod(weight_OI, Parts(count), ops)
         return torch.cat([method.multiply(rows, weight_OI, bias_O) for rows in x_NI.split(num_rows)])
 
+    def are_decoded(product: Callable[[int], torch.Tensor], batches: Iterable[int]) -> Iterator[bool]:
+        return (torch.equal(product(num_rows), decoded_NO) for num_rows in batches)
+
     decoded_NO = sglang(1)
-    if not all(torch.equal(sglang(num_rows), decoded_NO) for num_rows in (2, 4)):
+    counts = range(1, SKINNY_MAX_SPLITS + 1)
+    count = next((count for count in counts if all(are_decoded(functools.partial(ours, count), BLOCKS))), None)
+    if count is None or not all(are_decoded(sglang, (2, 4))):
         return None
-    for splits in range(1, SKINNY_MAX_SPLITS + 1):
-        if all(torch.equal(ours(num_rows, splits), decoded_NO) for num_rows in (16, 32, 64)):
-            return splits
-    return None
+    if count == skinny_splits(*weight_OI.shape):
+        return Parts(count)
+    num_kept = sum(itertools.takewhile(bool, are_decoded(sglang, BLOCKS)))
+    return None if num_kept == len(BLOCKS) else Parts(count, above=(1, *BLOCKS)[num_kept])
 
 
 def _bias(layer: Any) -> torch.Tensor | None:
@@ -99,8 +128,8 @@ def _takes(layer: Any, device: torch.device) -> bool:
 class FewRowsMethod(UnquantizedLinearMethod):
     """SGLang's dense product, of captured few rows by `skinny_linear`."""
 
-    def __init__(self, weight_OI: torch.Tensor, splits: int, ops: Any) -> None:
-        self._linear, self._splits = ops.skinny_linear, splits
+    def __init__(self, weight_OI: torch.Tensor, parts: Parts, ops: Any) -> None:
+        self._linear, self._parts = ops.skinny_linear, parts
         # A layer's own: layers may run on several streams.
         self._arrived_T = torch.zeros(len(weight_OI) // SKINNY_TILE, dtype=torch.int32, device=weight_OI.device)
 
@@ -112,13 +141,13 @@ class FewRowsMethod(UnquantizedLinearMethod):
             or x.dim() != 2
             or x.dtype != weight_OI.dtype
             or x.stride(1) != 1
-            or not 1 < x.shape[0] <= SKINNY_MAX_ROWS
+            or not self._parts.above < x.shape[0] <= SKINNY_MAX_ROWS
         ):
             return super().apply(layer, x, bias)
         return self.multiply(x, weight_OI, bias)
 
     def multiply(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         out_NO = x_NI.new_empty((len(x_NI), len(weight_OI)))
-        partial_SNO = x_NI.new_empty((self._splits, *out_NO.shape), dtype=torch.float32)
+        partial_SNO = x_NI.new_empty((self._parts.count, *out_NO.shape), dtype=torch.float32)
         self._linear(x_NI, weight_OI, bias_O, out_NO=out_NO, partial_SNO=partial_SNO, arrived_T=self._arrived_T)
         return out_NO

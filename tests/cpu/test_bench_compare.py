@@ -23,11 +23,12 @@ STEP_MS = {"plain": 2.0, "stock": 4.0, "ours": 3.0}
 
 
 class _Engine(PlayedEngine):
-    """A round of DFLASH commits 2 tokens. `wrong` are columns whose answers end with another token."""
+    """A round of DFLASH commits 2 tokens. `wrong` are columns whose answers (to `wrong_of` at once) end otherwise."""
 
     calls: ClassVar[dict[str, list[dict[str, Any]]]] = defaultdict(list)
     order: ClassVar[list[str]] = []
     wrong: ClassVar[set[str]] = set()
+    wrong_of: ClassVar[int | None] = None
 
     def __init__(self, kind: str, log: Path, env: dict[str, str], **arguments: Any) -> None:
         super().__init__(kind=kind, name=log.stem, folder=log.parent.name, env=env, **arguments)
@@ -37,7 +38,7 @@ class _Engine(PlayedEngine):
         _Engine.calls[self.name].append({"prompts": input_ids, "max_new_tokens": max_new_tokens, **sampling})
         _Engine.order.append(self.name)
         rounds = max_new_tokens - 1 if self.kind == "plain" else max_new_tokens // 2
-        last = 9 if self.name in _Engine.wrong else 7
+        last = 9 if self.name in _Engine.wrong and _Engine.wrong_of in (None, len(input_ids)) else 7
         meta: dict[str, Any] = {"finish_reason": {"type": "length"}}
         if self.kind != "plain":
             meta |= {"spec_verify_ct": rounds, "spec_correct_drafts_histogram": [0, rounds]}
@@ -203,13 +204,30 @@ def test_held_out_prompts_by_family(
     assert "chat 2.00, code 2.00" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_held_out_prompts_are_checked_in_batches_of_every_size(
+    command: list[str],
+    held_out: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+) -> None:
+    monkeypatch.setattr(_Engine, "wrong", {"ours"})
+    monkeypatch.setattr(_Engine, "wrong_of", size)
+    assert cli.main([*command, *held_out]) == 1
+    told = {1: "ours 3 of 3 in batches of 1", 2: "ours 2 of 3 in batches of 2"}
+    said = capsys.readouterr().err
+    assert f"{told[size]}; expected at most 0 of ours" in said
+    assert len(_Engine.calls["ours"]) == 5
+
+
 def test_sampled_answers_are_not_compared(
     command: list[str], held_out: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*command, *held_out, "--temperature", "0.6", "--top-p", "0.95"]) == 0
     calls = _Engine.calls["ours"]
-    assert "temperature" not in calls[0], "the check is greedy"
-    assert [call for call in calls if call.get("temperature") == 0.6 and call.get("top_p") == 0.95] == calls[2:]
+    assert all("temperature" not in call for call in calls[:5]), "the check is greedy"
+    assert [call for call in calls if call.get("temperature") == 0.6 and call.get("top_p") == 0.95] == calls[5:]
     result = _result(tmp_path)
     assert result["check"]["passed"] is True
     assert "differing_requests" not in result["batches"]["1"]
@@ -313,10 +331,10 @@ def test_the_check_tolerates_what_rounding_may_change(
 ) -> None:
     answers = {"plain": _answers(*[1] * 8), "stock": _answers(*stock), "ours": _answers(*ours)}
     chosen = [Column("plain", "plain"), Column("stock", "stock"), Column("ours", "ours")]
-    assert correctness.judge(answers, chosen, dtype).passed is passed
+    assert correctness.judge({"": answers}, chosen, dtype).passed is passed
 
 
 def test_a_shorter_answer_parts_where_it_ends() -> None:
     answers = {"plain": [Answer([1, 2, 3], "", {})], "ours": [Answer([1, 2], "", {})]}
-    check = correctness.judge(answers, [Column("plain", "plain"), Column("ours", "ours")], "float32")
+    check = correctness.judge({"": answers}, [Column("plain", "plain"), Column("ours", "ours")], "float32")
     assert check.first_differences == {"ours": {0: 2}}

@@ -12,6 +12,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import Bf16GemmBackend, UnquantizedLinearMethod
 
 from sglang_dflash.host import few_rows
+from sglang_dflash.host.few_rows import Parts
 from sglang_dflash_kernels import SKINNY_MAX_ROWS, select, skinny_splits
 
 
@@ -113,7 +114,7 @@ class Parted:
         by_sglang = UnquantizedLinearMethod.apply
 
         def apply(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return by_sglang(method, layer, x, bias) + by_rows.get(len(x), 0)
+            return by_sglang(method, layer, x, bias) + by_rows[len(x)]
 
         monkeypatch.setattr(UnquantizedLinearMethod, "apply", apply)
 
@@ -124,42 +125,55 @@ class Parted:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("by_rows", "ours_at_64", "expected"),
+    ("decoded", "blocks", "ours_at_64", "expected"),
     [
-        ({1: 3, 2: 3, 4: 3, 16: 1, 64: 2}, 0, 3),
-        ({1: 16, 2: 16, 4: 16}, 0, 16),
-        ({1: 3, 2: 3, 4: 2}, 0, None),
-        ({1: 17, 2: 17, 4: 17}, 0, None),
-        ({1: 3, 2: 3, 4: 3}, 1, None),
+        ([1, 1, 1], [1, 1, 1, 1], 0, Parts(1)),
+        ([1, 1, 1], [1, 1, 2, 2], 0, Parts(1)),
+        ([3, 3, 3], [3, 3, 3, 3], 0, None),
+        ([3, 3, 3], [3, 3, 3, 1], 0, Parts(3, above=48)),
+        ([3, 3, 3], [3, 1, 3, 3], 0, Parts(3, above=16)),
+        ([3, 3, 3], [1, 3, 3, 3], 0, Parts(3)),
+        ([16, 16, 16], [1, 1, 1, 1], 0, Parts(16)),
+        ([17, 17, 17], [1, 1, 1, 1], 0, None),
+        ([3, 3, 2], [1, 1, 1, 1], 0, None),
+        ([3, 3, 3], [1, 1, 1, 1], 1, None),
     ],
-    ids=["three", "sixteen", "differs by batch", "too many", "ours differs by batch"],
 )
 def test_parts_are_those_of_a_decoded_token(
-    monkeypatch: pytest.MonkeyPatch, by_rows: dict[int, int], ours_at_64: int, expected: int | None, bias: bool
+    monkeypatch: pytest.MonkeyPatch,
+    decoded: list[int],
+    blocks: list[int],
+    ours_at_64: int,
+    expected: Parts | None,
+    bias: bool,
 ) -> None:
-    # Zeros: every product is the number of its parts.
+    """One part is the fastest for this shape: then ours takes every number of rows."""
+    assert skinny_splits(64, 128) == 1
     layer = linear(128, 64, bias)
-    for parameter in layer.parameters():
+    for parameter in layer.parameters():  # every product is the number of its parts
         parameter.data.zero_()
-    assert few_rows.splits_of_decoding(layer, Parted(monkeypatch, by_rows, ours_at_64).ops) == expected
+    by_rows = dict(zip((1, 2, 4, 16, 32, 48, 64), (*decoded, *blocks), strict=True))
+    assert few_rows.parts_of_decoding(layer, Parted(monkeypatch, by_rows, ours_at_64).ops) == expected
 
 
 def test_layers_whose_sums_are_not_known_are_left_to_sglang(
     host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(few_rows, "splits_of_decoding", lambda layer, ops: {64: 5, 192: None}[len(layer.weight)])
+    parts = {64: Parts(5, above=16), 192: None}
+    monkeypatch.setattr(few_rows, "parts_of_decoding", lambda layer, ops: parts[len(layer.weight)])
     layers = [linear(128, 64), linear(128, 192), linear(128, 64)]
     with caplog.at_level("INFO"):
         count, products = served(*layers, as_decoded=True)
     assert count == 2
-    assert "64x128: 5, 192x128: unknown" in caplog.text
+    assert "64x128: 5 above 16 rows, 192x128: left to SGLang" in caplog.text
     for layer in layers:
         layer(rows(16))
+        layer(rows(17))
     assert products.parts == [5, 5]
 
 
 def test_a_drafter_s_layers_are_all_served(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "splits_of_decoding", lambda layer, ops: None)
+    monkeypatch.setattr(few_rows, "parts_of_decoding", lambda layer, ops: None)
     layer = linear(2048, 64)
     count, products = served(layer)
     layer(rows(16, 2048))

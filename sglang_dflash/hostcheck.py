@@ -170,6 +170,8 @@ WORKER = (
     Contract("sglang.srt.layers.quantization.unquant.get_bf16_gemm_backend"),
     Contract("sglang.srt.layers.quantization.unquant.Bf16GemmBackend.is_auto"),
     Contract("sglang.srt.model_executor.runner_utils.capture_mode.get_is_capture_mode"),
+    Contract("sglang.srt.runtime_context.get_flags"),
+    Contract("sglang.srt.runtime_context.DpFlags.capturing_prefill_graph"),
     Contract("sglang.srt.layers.quantization.fp8_utils.apply_fp8_linear", ("input", "weight", "weight_scale", "bias")),
     Contract("sglang.srt.layers.activation.SiluAndMul"),
     Contract("sglang.srt.layers.quantization.fp8.Fp8LinearMethod"),

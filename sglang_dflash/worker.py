@@ -148,8 +148,11 @@ class DFlashWorker(BaseSpecWorker):
         if len(planned) == len(runners) and round_graphs.serve(*runners.values()):
             self._graphs = RoundGraphs(self.drafter.runner, self.target.runner, self.layout, self._buffers.drafted_BK)
             num_fused = rope_store.fuse(self.target.runner)
-        # Drafts are verified: how their sums are rounded is nobody's concern.
-        num_dense = [few_rows.serve(runner, self._ops, as_decoded=name == "target") for name, runner in runners.items()]
+        blocks = range(self.block_size, kernels.SKINNY_MAX_ROWS + 1, self.block_size)
+        num_dense = [
+            few_rows.serve(self.target.runner, self._ops, decoded=blocks),
+            few_rows.serve(self.drafter.runner, self._ops),  # drafts are verified, however they were rounded
+        ]
         logger.info(
             "Attention is planned once a pass for: %s. A round's passes are replayed by %s. The keys of %d target "
             "layers are stored by their rotation. Dense layers that multiply few rows by our kernel: %d of the target, "

@@ -23,7 +23,9 @@ from sglang_dflash.bench.columns import Column
 from sglang_dflash.bench.correctness import Check
 from sglang_dflash.offline import EngineProcess, precision
 
-MIN_CHECKED = 8  # requests of the check on random prompts
+# Requests of each size, and tokens of an answer, of the check on random prompts.
+MIN_CHECKED = 8
+MAX_CHECKED_TOKENS = 256
 _SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
 
 
@@ -167,15 +169,18 @@ class _Comparison:
     def _check(self, engines: dict[str, EngineProcess]) -> Check:
         args, dtype = self.args, self.arguments.get("dtype", precision()["dtype"])
         # Passes of each size: theirs are other graphs, and of few rows other kernels.
+        sizes = sorted({*args.batches})
         if self.examples:
-            answers = {
-                f" in batches of {batch}": heldout.answer(engines, self.examples, batch, args.new_tokens)
-                for batch in sorted({*args.batches})
+            new_tokens, prompts = args.new_tokens, {n: [one.prompt_ids for one in self.examples] for n in sizes}
+        else:
+            new_tokens = min(args.new_tokens, MAX_CHECKED_TOKENS)
+            numbers = {size: max(MIN_CHECKED, size) for size in sizes}
+            prompts = {
+                size: steps.random_prompts(setup.SEED + size, number, args.prompt_tokens, self._vocab_size)
+                for size, number in numbers.items()
             }
-            return correctness.judge(answers, self.columns, dtype)
-        sizes = sorted({*args.batches} if max(args.batches) >= MIN_CHECKED else {*args.batches, MIN_CHECKED})
-        batches = [steps.random_prompts(setup.SEED + n, n, args.prompt_tokens, self._vocab_size) for n in sizes]
-        return correctness.check(engines, self.columns, batches, new_tokens=args.new_tokens, dtype=dtype)
+        options = {"new_tokens": new_tokens, "ignore_eos": not self.examples, "dtype": dtype}
+        return correctness.check(engines, self.columns, prompts, **options)
 
     def _measure(self, engines: dict[str, EngineProcess]) -> None:
         """Every batch size, then first tokens; the result is written after each, for a run that is cut short."""

@@ -8,6 +8,7 @@ no oftener than the built-in worker's do, where it was measured, and a fraction 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,19 +48,22 @@ def skipped(why: str) -> Check:
 def check(
     engines: Mapping[str, EngineProcess],
     columns: Sequence[Column],
-    batches: Sequence[Sequence[Sequence[int]]],
+    prompts: Mapping[int, Sequence[Sequence[int]]],
     *,
     new_tokens: int,
+    ignore_eos: bool,
     dtype: str,
 ) -> Check:
-    """Answer batches of prompts, one after the other and past the end of the text, and judge."""
-    answers: dict[str, list[Answer]] = {}
-    for name, engine in engines.items():
-        answers[name] = []
-        for prompts in batches:
-            inputs = [list(prompt) for prompt in prompts]
-            answers[name] += engine.generate(inputs, max_new_tokens=new_tokens, ignore_eos=True)[0]
-    return judge({"": answers}, columns, dtype)
+    """Answer prompts greedily and untimed, by the size of the batches that they are asked in, and judge."""
+    groups: dict[str, dict[str, list[Answer]]] = {}
+    for size, asked in prompts.items():
+        answers = groups[f" in batches of {size}"] = {name: [] for name in engines}
+        for name, engine in engines.items():
+            print(f"checking {name} in batches of {size}", file=sys.stderr, flush=True)
+            for start in range(0, len(asked), size):
+                inputs = [list(prompt) for prompt in asked[start : start + size]]
+                answers[name] += engine.generate(inputs, max_new_tokens=new_tokens, ignore_eos=ignore_eos)[0]
+    return judge(groups, columns, dtype)
 
 
 def judge(groups: Mapping[str, Mapping[str, Sequence[Answer]]], columns: Sequence[Column], dtype: str) -> Check:

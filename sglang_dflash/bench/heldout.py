@@ -69,17 +69,6 @@ def describe(prompts: str, examples: Sequence[dataset.Example]) -> dict[str, Any
     }
 
 
-def answer(
-    engines: Mapping[str, EngineProcess], examples: Sequence[dataset.Example], batch: int, new_tokens: int
-) -> dict[str, list[Answer]]:
-    """All prompts, untimed and greedy: for the check, and for graphs, allocator and radix cache."""
-    answers = {}
-    for name, engine in engines.items():
-        print(f"checking {name} in batches of {batch}", file=sys.stderr, flush=True)
-        answers[name], _ = _answer_all(engine, examples, batch, new_tokens, {})
-    return answers
-
-
 def measure(
     engines: Mapping[str, EngineProcess],
     columns: Sequence[Column],

@@ -5,40 +5,37 @@ weight takes to stream. cuBLAS leaves part of the memory's rate unused there, mo
 launches a second kernel to add up sums. Eager passes stay with it: a launch of Triton's costs the host more.
 
 cuBLAS chooses by the number of rows in how many parts it sums, so that a row of a block may be rounded otherwise than
-the same token decoded alone, and a close call fall otherwise. The kernel sums in any number of parts: the target's
-layers are summed as decoding sums, bit for bit, or left to SGLang where no number of parts does that.
+the same token decoded alone, and a close call fall otherwise. The kernel sums in any number of parts: the products of
+the target's layers are summed as decoding sums them, bit for bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod, get_bf16_gemm_backend
 from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import get_exec, get_flags
 
 from sglang_dflash_kernels import SKINNY_MAX_ROWS, SKINNY_MAX_SPLITS, SKINNY_TILE, skinny_splits
 
 logger = logging.getLogger(__name__)
 
-BLOCKS = (16, 32, 48, 64)  # rows of one to four blocks of 16
 
-
-def serve(runner: Any, ops: Any, *, as_decoded: bool) -> int:
+def serve(runner: Any, ops: Any, *, decoded: Sequence[int] | None = None) -> int:
     """Let what is captured next of a model's dense layers multiply few rows so; the number of these layers.
 
     None on another card than Hopper's, for which the kernel is tuned, where kernels have to be deterministic over batch
     sizes, and where --bf16-gemm-backend names one.
 
     Args:
-        as_decoded: leave the layers to SGLang whose numbers for a token decoded alone the kernel cannot give.
+        decoded: numbers of rows that have to have the bits of a token decoded alone, and the only ones that are
+            multiplied here; None: any number, summed as is fastest.
     """
     deterministic, device = get_exec().deterministic, next(runner.model.parameters()).device
     if (
@@ -48,39 +45,38 @@ def serve(runner: Any, ops: Any, *, as_decoded: bool) -> int:
         or deterministic.rl_on_policy_target is not None
     ):
         return 0
-    chosen: dict[Any, Parts | None] = {}
+    chosen: dict[str, Parts | None] = {}
     layers = [module for module in runner.model.modules() if isinstance(module, LinearBase) and _takes(module, device)]
     for layer in layers:
-        shape = (*layer.weight.shape, layer.weight.dtype, _bias(layer) is not None)
+        outputs, inputs = layer.weight.shape
+        shape = f"{outputs}x{inputs} {layer.weight.dtype}{'' if _bias(layer) is None else ' with bias'}"
         if shape not in chosen:
-            chosen[shape] = parts_of_decoding(layer, ops) if as_decoded else Parts(skinny_splits(*layer.weight.shape))
+            chosen[shape] = (
+                Parts(skinny_splits(outputs, inputs), range(2, SKINNY_MAX_ROWS + 1))
+                if decoded is None
+                else parts_of_decoding(layer, ops, decoded)
+            )
         if parts := chosen[shape]:
             layer.quant_method = FewRowsMethod(layer.weight, parts, ops)
-    if as_decoded:
-        said = (f"{outputs}x{inputs}: {parts or 'left to SGLang'}" for (outputs, inputs, *_), parts in chosen.items())
-        logger.info("A decoded token's sums for few rows: %s.", ", ".join(said) or "no dense layer")
+    if decoded is not None:
+        said = (f"{shape} in {parts.count if parts else 'those of cuBLAS'}" for shape, parts in chosen.items())
+        logger.info("Parts in which products of few rows are summed: %s.", ", ".join(said) or "no dense layer")
     return sum(isinstance(layer.quant_method, FewRowsMethod) for layer in layers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """In how many parts a layer's sums are made.
-
-    Attributes:
-        above: up to so many rows the layer is left to SGLang.
-    """
+    """In how many parts a layer's sums are made, and for which numbers of rows."""
 
     count: int
-    above: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.count} above {self.above} rows"
+    rows: Sequence[int]
 
 
-def parts_of_decoding(layer: Any, ops: Any) -> Parts | None:
-    """The parts whose sums of any number of rows are, bit for bit, SGLang's of one, two and four rows.
+def parts_of_decoding(layer: Any, ops: Any, decoded: Sequence[int]) -> Parts | None:
+    """The parts whose sums of `decoded` rows are, bit for bit, SGLang's of each row alone.
 
-    Where that is another number than the fastest one, SGLang keeps the rows for which its own bits are the same.
+    None where no number of parts gives these bits, or SGLang's own do for every number of rows and another number
+    of parts is the fastest here. (A layer of zeros would tell nothing: it has the same bits in any parts.)
     """
     weight_OI, bias_O = layer.weight, _bias(layer)
     generator = torch.Generator(weight_OI.device).manual_seed(0)
@@ -90,26 +86,21 @@ def parts_of_decoding(layer: Any, ops: Any) -> Parts | None:
     def sglang(num_rows: int) -> torch.Tensor:
         return torch.cat([layer.quant_method.apply(layer, rows, bias_O) for rows in x_NI.split(num_rows)])
 
-    def ours(count: int, num_rows: int) -> torch.Tensor:
-        method = FewRowsMethod(weight_OI, Parts(count), ops)
+    def ours(num_rows: int, count: int) -> torch.Tensor:
+        method = FewRowsMethod(weight_OI, Parts(count, decoded), ops)
         return torch.cat([method.multiply(rows, weight_OI, bias_O) for rows in x_NI.split(num_rows)])
 
-    def are_decoded(product: Callable[[int], torch.Tensor], batches: Iterable[int]) -> Iterator[bool]:
-        return (torch.equal(product(num_rows), decoded_NO) for num_rows in batches)
-
-    decoded_NO = sglang(1)
-    counts = range(1, SKINNY_MAX_SPLITS + 1)
-    count = next((count for count in counts if all(are_decoded(functools.partial(ours, count), BLOCKS))), None)
-    if count is None or not all(are_decoded(sglang, (2, 4))):
-        return None
-    if count == skinny_splits(*weight_OI.shape):
-        return Parts(count)
-    num_kept = sum(itertools.takewhile(bool, are_decoded(sglang, BLOCKS)))
-    return None if num_kept == len(BLOCKS) else Parts(count, above=(1, *BLOCKS)[num_kept])
+    alone_NO = sglang(1)
+    for count in range(1, SKINNY_MAX_SPLITS + 1):
+        if all(torch.equal(ours(num_rows, count), alone_NO) for num_rows in decoded):
+            fastest = count == skinny_splits(*weight_OI.shape)
+            rows = [n for n in decoded if fastest or not torch.equal(sglang(n), alone_NO)]
+            return Parts(count, rows) if rows else None
+    return None
 
 
 def _bias(layer: Any) -> torch.Tensor | None:
-    return None if layer.skip_bias_add else layer.bias
+    return None if layer.skip_bias_add else getattr(layer, "bias", None)
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -138,10 +129,11 @@ class FewRowsMethod(UnquantizedLinearMethod):
         if (
             torch.compiler.is_compiling()
             or not get_is_capture_mode()
+            or get_flags().dp.capturing_prefill_graph
             or x.dim() != 2
             or x.dtype != weight_OI.dtype
             or x.stride(1) != 1
-            or not self._parts.above < x.shape[0] <= SKINNY_MAX_ROWS
+            or x.shape[0] not in self._parts.rows
         ):
             return super().apply(layer, x, bias)
         return self.multiply(x, weight_OI, bias)

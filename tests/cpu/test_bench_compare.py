@@ -99,7 +99,8 @@ def test_steps_of_every_engine(command: list[str], tmp_path: Path, capsys: pytes
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
     assert rows[2][:5] == ["1", "ours", "3.000 (3.000 to 3.000)", "1.500", "0.750"]
     assert rows[0][3:5] == ["", ""]
-    assert "check: greedy, bfloat16: requests that differ from plain decoding: stock 0 of 11, ours 0 of 11" in out
+    told = "stock 0 of 8, ours 0 of 8 in batches of 1; stock 0 of 8, ours 0 of 8 in batches of 2"
+    assert f"check: greedy, bfloat16: requests that differ from plain decoding: {told}" in " ".join(out.split())
     assert "a card" in out
 
 
@@ -108,14 +109,16 @@ def test_engines_take_turns_on_the_same_prompts(command: list[str]) -> None:
     plain, stock, ours = (_Engine.calls[name] for name in ("plain", "stock", "ours"))
     assert plain == stock == ours
     lengths = [call["max_new_tokens"] for call in plain]
-    assert lengths == [144] * 3 + [steps.FEW_TOKENS] + [steps.FEW_TOKENS, 144] * 3, "check, warm-up, repeats"
-    assert [len(call["prompts"]) for call in plain[:2]] == [2, 8], "the check: batches of the size asked, and of 8"
+    assert lengths == [144] * 5 + [steps.FEW_TOKENS] + [steps.FEW_TOKENS, 144] * 3, "check, warm-up, repeats"
+    assert [len(call["prompts"]) for call in plain[:4]] == [2] * 4, "the check: eight requests in batches of the size"
+    prompts = [tuple(prompt) for call in plain[:4] for prompt in call["prompts"]]
+    assert len(set(prompts)) == 8
     assert all(call["ignore_eos"] for call in plain)
-    # Two each: batches of the check, lengths of the warm-up, then of each repeat, which starts with another engine.
-    two_each = ["plain", "plain", "stock", "stock", "ours", "ours"]
-    assert _Engine.order[:12] == two_each * 2
+    # Four batches of the check; two lengths of the warm-up, then of each repeat, which starts with another engine.
+    names = ["plain", "stock", "ours"]
+    assert _Engine.order[:18] == [name for number in (4, 2) for name in names for _ in range(number)]
     assert _Engine.started[0]["max_total_tokens"] == 2 * 2 * (64 + 144 + SPARE_TOKENS)
-    assert _Engine.order[12::2] == ["plain", "stock", "ours", "stock", "ours", "plain", "ours", "plain", "stock"]
+    assert _Engine.order[18::2] == ["plain", "stock", "ours", "stock", "ours", "plain", "ours", "plain", "stock"]
 
 
 def test_a_column_for_every_variant(command: list[str], tmp_path: Path) -> None:
@@ -139,12 +142,13 @@ def test_no_time_is_taken_where_the_check_fails(
     assert not (tmp_path / "out" / "r.json").exists()
     failed = json.loads((tmp_path / "out" / "r.failed.json").read_text())
     assert "batches" not in failed
-    assert failed["check"]["first_differences"]["ours"] == {str(i): 143 for i in range(11)}
+    parted = failed["check"]["first_differences"]
+    assert parted["ours in batches of 1"] == parted["ours in batches of 2"] == {str(i): 143 for i in range(8)}
     captured = capsys.readouterr()
     assert "the check failed, no time was taken" in captured.err
-    assert "ours 11 of 11; expected at most 1 of ours" in captured.err
+    assert "ours 8 of 8 in batches of 1; expected at most 1 of ours" in captured.err
     assert captured.out == ""
-    assert all(len(calls) == 3 for calls in _Engine.calls.values())
+    assert all(len(calls) == 8 + 4 for calls in _Engine.calls.values())
 
 
 def test_forced_acceptance_reaches_stock_and_ours_and_is_not_checked(
@@ -200,7 +204,7 @@ def test_held_out_prompts_by_family(
     assert set(row["acceptance"]) == {"stock", "ours"}
     assert row["acceptance"]["ours"]["families"]["code"]["length"] == 2
     assert row["acceptance"]["ours"]["block_size"] == BLOCK_SIZE
-    assert "ignore_eos" not in _Engine.calls["ours"][0]
+    assert not any(call.get("ignore_eos") for call in _Engine.calls["ours"])
     assert "chat 2.00, code 2.00" in capsys.readouterr().out
 
 
@@ -236,7 +240,7 @@ def test_sampled_answers_are_not_compared(
 
 def test_sampled_steps_are_not_compared(command: list[str], tmp_path: Path) -> None:
     assert cli.main([*command, "--temperature", "1"]) == 0
-    assert _Engine.calls["plain"][3]["temperature"] == 1
+    assert ["temperature" in call for call in _Engine.calls["plain"]] == [False] * 12 + [True] * 16
     assert "differing_requests" not in _result(tmp_path)["batches"]["1"]
 
 
@@ -332,6 +336,16 @@ def test_the_check_tolerates_what_rounding_may_change(
     answers = {"plain": _answers(*[1] * 8), "stock": _answers(*stock), "ours": _answers(*ours)}
     chosen = [Column("plain", "plain"), Column("stock", "stock"), Column("ours", "ours")]
     assert correctness.judge({"": answers}, chosen, dtype).passed is passed
+
+
+def test_every_group_is_judged_by_its_own_rates() -> None:
+    chosen = [Column("plain", "plain"), Column("ours", "ours")]
+    few = {"plain": _answers(*[1] * 8), "ours": _answers(1, 1, 1, 1, 1, 1, 2, 2)}
+    many = {"plain": _answers(*[1] * 64), "ours": _answers(*[1] * 64)}
+    check = correctness.judge({" few": few, " many": many}, chosen, "bfloat16")
+    assert check.passed is False
+    assert check.differing == {"ours few": 0.25, "ours many": 0.0}
+    assert check.says.endswith("ours 2 of 8 few; expected at most 1 of ours; ours 0 of 64 many")
 
 
 def test_a_shorter_answer_parts_where_it_ends() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     state = SimpleNamespace(
         hopper=True,
         captures=True,
+        dp=SimpleNamespace(capturing_prefill_graph=False),
         backend=Bf16GemmBackend.AUTO,
         deterministic=SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target=None),
     )
@@ -29,6 +31,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(few_rows, "get_is_capture_mode", lambda: state.captures)
     monkeypatch.setattr(few_rows, "get_bf16_gemm_backend", lambda: state.backend)
     monkeypatch.setattr(few_rows, "get_exec", lambda: state)
+    monkeypatch.setattr(few_rows, "get_flags", lambda: state)
     return state
 
 
@@ -57,10 +60,10 @@ def rows(num_rows: int, inputs: int = 128) -> torch.Tensor:
     return torch.randint(-1, 2, (num_rows, inputs)).bfloat16()
 
 
-def served(*layers: Any, as_decoded: bool = False) -> tuple[int, Products]:
+def served(*layers: Any, decoded: Sequence[int] | None = None) -> tuple[int, Products]:
     products = Products()
     runner = SimpleNamespace(model=torch.nn.ModuleList(layers))
-    return few_rows.serve(runner, products.ops, as_decoded=as_decoded), products
+    return few_rows.serve(runner, products.ops, decoded=decoded), products
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -79,7 +82,9 @@ def test_other_passes_are_left_to_sglang(host: SimpleNamespace) -> None:
     _, products = served(layer)
     for x in (rows(1), rows(SKINNY_MAX_ROWS + 1), rows(6).view(2, 3, 128), rows(4).t().contiguous().t()):
         assert torch.equal(layer(x)[0], torch.nn.functional.linear(x, layer.weight))
-    host.captures = False
+    host.dp.capturing_prefill_graph = True
+    layer(rows(16))
+    host.dp.capturing_prefill_graph, host.captures = False, False
     layer(rows(16))
     assert not products.parts
 
@@ -105,75 +110,104 @@ def test_only_dense_tiled_layers_of_16_bits_are_served(host: SimpleNamespace) ->
     assert served(torch.nn.Linear(128, 64).bfloat16(), *others)[0] == 0
 
 
-class Parted:
-    """Products whose numbers tell in how many parts they were summed: by SGLang by the number of rows, and by ours."""
+BIAS = 32
+BLOCKS = (16, 32, 48, 64)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, by_rows: dict[int, int], ours_at_64: int = 0) -> None:
+
+class Parted:
+    """Products of zeros whose numbers tell in how many parts they were summed, and the bias."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, by_rows: dict[int, int], ours_at: dict[int, int]) -> None:
         self.ops = SimpleNamespace(skinny_linear=self._ours)
-        self._ours_at_64 = ours_at_64
-        by_sglang = UnquantizedLinearMethod.apply
+        self._ours_at = ours_at
 
         def apply(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return by_sglang(method, layer, x, bias) + by_rows[len(x)]
+            return torch.nn.functional.linear(x, layer.weight, bias) + by_rows[len(x)]
 
         monkeypatch.setattr(UnquantizedLinearMethod, "apply", apply)
 
     def _ours(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **outputs: torch.Tensor) -> None:
-        parts = len(outputs["partial_SNO"]) + (self._ours_at_64 if len(x) == 64 else 0)
+        parts = len(outputs["partial_SNO"]) + self._ours_at.get(len(x), 0)
         outputs["out_NO"].copy_(torch.nn.functional.linear(x, weight, bias) + parts)
+
+
+def zeros(bias: bool) -> Any:
+    layer = linear(128, 64, bias)
+    layer.weight.data.zero_()
+    if bias:
+        layer.bias.data.fill_(BIAS)
+    return layer
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("decoded", "blocks", "ours_at_64", "expected"),
+    ("alone", "blocks", "ours_at", "expected"),
     [
-        ([1, 1, 1], [1, 1, 1, 1], 0, Parts(1)),
-        ([1, 1, 1], [1, 1, 2, 2], 0, Parts(1)),
-        ([3, 3, 3], [3, 3, 3, 3], 0, None),
-        ([3, 3, 3], [3, 3, 3, 1], 0, Parts(3, above=48)),
-        ([3, 3, 3], [3, 1, 3, 3], 0, Parts(3, above=16)),
-        ([3, 3, 3], [1, 3, 3, 3], 0, Parts(3)),
-        ([16, 16, 16], [1, 1, 1, 1], 0, Parts(16)),
-        ([17, 17, 17], [1, 1, 1, 1], 0, None),
-        ([3, 3, 2], [1, 1, 1, 1], 0, None),
-        ([3, 3, 3], [1, 1, 1, 1], 1, None),
+        (1, [1, 1, 1, 1], {}, (1, [16, 32, 48, 64])),
+        (1, [1, 1, 2, 2], {}, (1, [16, 32, 48, 64])),
+        (3, [3, 3, 3, 3], {}, None),
+        (3, [3, 3, 3, 1], {}, (3, [64])),
+        (3, [3, 1, 3, 1], {}, (3, [32, 64])),
+        (3, [1, 1, 1, 1], {}, (3, [16, 32, 48, 64])),
+        (16, [1, 1, 1, 1], {}, (16, [16, 32, 48, 64])),
+        (17, [1, 1, 1, 1], {}, None),
+        (3, [1, 1, 1, 1], {64: 1}, None),
+        (3, [1, 1, 1, 1], {48: 1}, None),
+        (3, [1, 1, 1, 1], {32: 1}, None),
     ],
 )
 def test_parts_are_those_of_a_decoded_token(
     monkeypatch: pytest.MonkeyPatch,
-    decoded: list[int],
+    alone: int,
     blocks: list[int],
-    ours_at_64: int,
-    expected: Parts | None,
+    ours_at: dict[int, int],
+    expected: tuple[int, list[int]] | None,
     bias: bool,
 ) -> None:
-    """One part is the fastest for this shape: then ours takes every number of rows."""
+    """One part is the fastest for this shape: then all numbers of rows are taken, else those where SGLang differs."""
     assert skinny_splits(64, 128) == 1
-    layer = linear(128, 64, bias)
-    for parameter in layer.parameters():  # every product is the number of its parts
-        parameter.data.zero_()
-    by_rows = dict(zip((1, 2, 4, 16, 32, 48, 64), (*decoded, *blocks), strict=True))
-    assert few_rows.parts_of_decoding(layer, Parted(monkeypatch, by_rows, ours_at_64).ops) == expected
+    by_rows = {1: alone, **dict(zip(BLOCKS, blocks, strict=True))}
+    assert few_rows.parts_of_decoding(zeros(bias), Parted(monkeypatch, by_rows, ours_at).ops, BLOCKS) == (
+        expected and Parts(*expected)
+    )
 
 
-def test_layers_whose_sums_are_not_known_are_left_to_sglang(
+def test_a_bias_that_is_added_later_is_not_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, given = zeros(bias=True), []
+    layer.skip_bias_add = True
+    products = Parted(monkeypatch, {1: 3, **dict.fromkeys(BLOCKS, 1)}, {})
+    ours = products.ops.skinny_linear
+    products.ops.skinny_linear = lambda x, weight, bias, **outputs: (
+        given.append(bias) or ours(x, weight, bias, **outputs)
+    )
+    assert few_rows.parts_of_decoding(layer, products.ops, BLOCKS) == Parts(3, list(BLOCKS))
+    assert set(given) == {None}
+
+
+def test_each_kind_of_layer_is_tried_once_and_left_to_sglang_where_nothing_fits(
     host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts = {64: Parts(5, above=16), 192: None}
-    monkeypatch.setattr(few_rows, "parts_of_decoding", lambda layer, ops: parts[len(layer.weight)])
-    layers = [linear(128, 64), linear(128, 192), linear(128, 64)]
+    tried = []
+
+    def parts_of_decoding(layer: Any, ops: Any, decoded: Sequence[int]) -> Parts | None:
+        tried.append(layer)
+        assert decoded == BLOCKS
+        return Parts(5, [16]) if len(layer.weight) == 64 else None
+
+    monkeypatch.setattr(few_rows, "parts_of_decoding", parts_of_decoding)
+    kinds = [linear(128, 64), linear(128, 192), linear(128, 64, bias=True), linear(128, 64, dtype=torch.float16)]
     with caplog.at_level("INFO"):
-        count, products = served(*layers, as_decoded=True)
-    assert count == 2
-    assert "64x128: 5 above 16 rows, 192x128: left to SGLang" in caplog.text
-    for layer in layers:
+        count, products = served(*kinds, linear(128, 64), linear(128, 192), decoded=BLOCKS)
+    assert (count, tried) == (4, kinds)
+    assert "64x128 torch.bfloat16 in 5, 192x128 torch.bfloat16 in those of cuBLAS" in caplog.text
+    for layer in kinds[:2]:
         layer(rows(16))
-        layer(rows(17))
-    assert products.parts == [5, 5]
+        layer(rows(32))
+    assert products.parts == [5]
 
 
 def test_a_drafter_s_layers_are_all_served(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "parts_of_decoding", lambda layer, ops: None)
+    monkeypatch.setattr(few_rows, "parts_of_decoding", lambda *args: None)
     layer = linear(2048, 64)
     count, products = served(layer)
     layer(rows(16, 2048))

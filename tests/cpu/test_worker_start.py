@@ -166,6 +166,7 @@ def test_a_rounds_graphs_are_made_where_both_models_allow_it(
     started: Any = worker.DFlashWorker.__new__(worker.DFlashWorker)
     started.target, started.drafter = model("target"), model("drafter")
     started.layout, started._choices, started._ops = "layout", "choices", "ops"
+    started.block_size = 24
     started._buffers = SimpleNamespace(drafted_BK="drafted")
     started.injector, started.proposer = SimpleNamespace(inject="inject"), SimpleNamespace(score="score")
     monkeypatch.setattr(worker.BaseSpecWorker, "init_attention_backends", lambda self: None)
@@ -173,9 +174,8 @@ def test_a_rounds_graphs_are_made_where_both_models_allow_it(
     monkeypatch.setattr(worker.round_graphs, "serve", lambda *runners: served and set(runners) == {"target", "drafter"})
     monkeypatch.setattr(worker, "RoundGraphs", Graphs)
     monkeypatch.setattr(worker.rope_store, "fuse", lambda runner: {"target": 36}[runner])
-    monkeypatch.setattr(
-        worker.few_rows, "serve", lambda runner, ops: {("target", "ops"): 144, ("drafter", "ops"): 20}[runner, ops]
-    )
+    num_dense = {("target", "ops", range(24, 65, 24)): 144, ("drafter", "ops", None): 20}
+    monkeypatch.setattr(worker.few_rows, "serve", lambda runner, ops, decoded=None: num_dense[runner, ops, decoded])
     with caplog.at_level("INFO", logger=worker.logger.name):
         started.init_attention_backends()
     assert "few rows by our kernel: 144 of the target, 20 of the drafter" in caplog.text

@@ -67,7 +67,11 @@ class Engines:
         {},
         {"page_size": 16, "disable_overlap_schedule": True},
         {"enable_deterministic_inference": True, "attention_backend": "fa3"},
-        {"disable_prefill_cuda_graph": False, "cuda_graph_bs_prefill": [128, 512, 1024], "chunked_prefill_size": 1024},
+        {
+            "disable_prefill_cuda_graph": False,
+            "cuda_graph_bs_prefill": [16, 64, 512, 1024],
+            "chunked_prefill_size": 1024,
+        },
     ],
     ids=["overlap", "page16-sync", "deterministic", "prefill-graphs"],
 )

@@ -84,12 +84,19 @@ def test_any_number_of_parts(ops, poison, device, whole, splits):
     assert torch.equal(run(ops, poison, device, x_NI, weight_OI, splits=splits), naive(x_NI, weight_OI, None))
 
 
-@pytest.mark.parametrize(("factors", "want"), [((4096, 1, -4096), 0), ((4096, -4096, 1), 1)])
+# In float32 2^24 + 1 is 2^24. Three parts of 128: 2^24, two and -2^24; or of these the second last.
+@pytest.mark.parametrize(
+    ("factors", "want"),
+    [
+        ({0: 4096, 128: 1, 192: 1, 256: -4096}, 2),
+        ({0: 4096, 128: 1, 256: -4096}, 0),
+        ({0: 4096, 128: -4096, 256: 1}, 1),
+    ],
+)
 def test_parts_are_added_in_their_order(ops, poison, device, dtype, factors, want):
-    """In float32 2^24 + 1 is 2^24."""
-    x_NI, weight_OI = torch.zeros(16, 192, device=device), torch.zeros(64, 192, device=device)
-    for part, factor in enumerate(factors):
-        x_NI[:, 64 * part], weight_OI[:, 64 * part] = abs(factor), factor
+    x_NI, weight_OI = torch.zeros(16, 384, device=device), torch.zeros(64, 384, device=device)
+    for at, factor in factors.items():
+        x_NI[:, at], weight_OI[:, at] = abs(factor), factor
     got = run(ops, poison, device, x_NI.to(dtype), weight_OI.to(dtype), splits=3)
     assert torch.equal(got, torch.full((16, 64), want, dtype=torch.float64))
 

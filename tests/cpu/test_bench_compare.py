@@ -121,6 +121,11 @@ def test_engines_take_turns_on_the_same_prompts(command: list[str]) -> None:
     assert _Engine.order[18::2] == ["plain", "stock", "ours", "stock", "ours", "plain", "ours", "plain", "stock"]
 
 
+def test_the_check_asks_for_no_more_tokens_than_it_needs(command: list[str]) -> None:
+    assert cli.main([*command, "--batches", "8", "--new-tokens", "300"]) == 0
+    assert [call["max_new_tokens"] for call in _Engine.calls["ours"]][:2] == [256, 300]
+
+
 def test_a_column_for_every_variant(command: list[str], tmp_path: Path) -> None:
     variant = 'wide={"proposer": "a:B", "engine": {"page_size": 4}}'
     assert cli.main([*command, "--kinds", "ours", "--ours", variant, "--engine", "page_size=2"]) == 0

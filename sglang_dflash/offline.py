@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -186,3 +187,15 @@ def _answer(engine: Any, method: str, args: tuple[Any, ...]) -> Any:
     outputs = engine.generate(input_ids=input_ids, sampling_params=sampling, rid=rids, **request)
     wall_s = time.perf_counter() - start
     return [(o["output_ids"], o.get("text", ""), o["meta_info"]) for o in outputs], wall_s
+
+
+def generate_in_batches(
+    engine: EngineProcess, prompts: Sequence[Sequence[int]], size: int, **sampling: Any
+) -> tuple[list[Answer], float]:
+    """Answers to all prompts, `size` at a time, and the wall seconds of the calls; the last batch may be smaller."""
+    answers, seconds = [], 0.0
+    for start in range(0, len(prompts), size):
+        batch, wall_s = engine.generate([list(prompt) for prompt in prompts[start : start + size]], **sampling)
+        answers += batch
+        seconds += wall_s
+    return answers, seconds

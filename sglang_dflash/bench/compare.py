@@ -174,13 +174,13 @@ class _Comparison:
             new_tokens, prompts = args.new_tokens, {n: [one.prompt_ids for one in self.examples] for n in sizes}
         else:
             new_tokens = min(args.new_tokens, MAX_CHECKED_TOKENS)
-            numbers = {size: max(MIN_CHECKED, size) for size in sizes}
             prompts = {
-                size: steps.random_prompts(setup.SEED + size, number, args.prompt_tokens, self._vocab_size)
-                for size, number in numbers.items()
+                n: steps.random_prompts(setup.SEED + n, max(MIN_CHECKED, n), args.prompt_tokens, self._vocab_size)
+                for n in sizes
             }
-        options = {"new_tokens": new_tokens, "ignore_eos": not self.examples, "dtype": dtype}
-        return correctness.check(engines, self.columns, prompts, **options)
+        return correctness.check(
+            engines, self.columns, prompts, new_tokens=new_tokens, ignore_eos=not self.examples, dtype=dtype
+        )
 
     def _measure(self, engines: dict[str, EngineProcess]) -> None:
         """Every batch size, then first tokens; the result is written after each, for a run that is cut short."""

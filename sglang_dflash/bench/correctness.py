@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_dflash.bench import figures
 from sglang_dflash.bench.columns import Column
-from sglang_dflash.offline import Answer, EngineProcess
+from sglang_dflash.offline import Answer, EngineProcess, generate_in_batches
 
 # Of all requests, in bfloat16. A wrong cache, mask or acceptance changes nearly every answer of some length; rounding
 # changed 4 and 5 of 32 answers of SmolLM2-135M, of the built-in worker and of ours (bench/README.md, one H200).
@@ -28,14 +28,14 @@ class Check:
     Attributes:
         passed: None where nothing was checked.
         says: one line for a person.
-        differing: fraction of requests that part from plain decoding, by column (and size of batches).
-        first_differences: `request: position` of the first token that differs, by column (and size of batches).
+        differing: fraction of requests that part from plain decoding, by size of batches and column.
+        first_differences: `request: position` of the first token that differs, by size of batches and column.
     """
 
     passed: bool | None
     says: str
-    differing: dict[str, float] = dataclasses.field(default_factory=dict)
-    first_differences: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
+    differing: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+    first_differences: dict[int, dict[str, dict[int, int]]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -55,22 +55,20 @@ def check(
     dtype: str,
 ) -> Check:
     """Answer prompts greedily and untimed, by the size of the batches that they are asked in, and judge."""
-    groups: dict[str, dict[str, list[Answer]]] = {}
+    answers: dict[int, dict[str, list[Answer]]] = {size: {} for size in prompts}
     for size, asked in prompts.items():
-        answers = groups[f" in batches of {size}"] = {name: [] for name in engines}
         for name, engine in engines.items():
             print(f"checking {name} in batches of {size}", file=sys.stderr, flush=True)
-            for start in range(0, len(asked), size):
-                inputs = [list(prompt) for prompt in asked[start : start + size]]
-                answers[name] += engine.generate(inputs, max_new_tokens=new_tokens, ignore_eos=ignore_eos)[0]
-    return judge(groups, columns, dtype)
+            options = {"max_new_tokens": new_tokens, "ignore_eos": ignore_eos}
+            answers[size][name], _ = generate_in_batches(engine, asked, size, **options)
+    return judge(answers, columns, dtype)
 
 
-def judge(groups: Mapping[str, Mapping[str, Sequence[Answer]]], columns: Sequence[Column], dtype: str) -> Check:
+def judge(answers: Mapping[int, Mapping[str, Sequence[Answer]]], columns: Sequence[Column], dtype: str) -> Check:
     """Hold every column's answers against plain decoding's.
 
     Args:
-        groups: by what is said of them (" in batches of 8"), answers by column; each is judged by its own rates.
+        answers: by size of batches and column; each size is judged by its own rates.
     """
     kinds = {column.name: column.kind for column in columns}
     plain = next((name for name, kind in kinds.items() if kind == "plain"), None)
@@ -79,18 +77,18 @@ def judge(groups: Mapping[str, Mapping[str, Sequence[Answer]]], columns: Sequenc
     others = [name for name in kinds if name != plain]
     tolerated = 0.0 if dtype == "float32" else TOLERATED
     passed, told, differing, places = True, [], {}, {}
-    for group, answers in groups.items():
-        rates = {name: figures.rate([(answers[plain], answers[name])]) for name in others}
+    for size, said in answers.items():
+        rates = {name: figures.rate([(said[plain], said[name])]) for name in others}
         limit = tolerated + max((rates[name] for name in others if kinds[name] == "stock"), default=0.0)
         wrong = [name for name in others if rates[name] > limit]
         passed = passed and not wrong
-        total = len(answers[plain])
-        told.append(", ".join(f"{name} {round(rate * total)} of {total}" for name, rate in rates.items()) + group)
+        total = len(said[plain])
+        counts = ", ".join(f"{name} {round(rate * total)} of {total}" for name, rate in rates.items())
+        told.append(f"{counts} in batches of {size}")
         if wrong:
             told.append(f"expected at most {int(limit * total)} of {', '.join(wrong)}")
-        for name in others:
-            differing[name + group] = rates[name]
-            places[name + group] = _first_differences(answers[plain], answers[name])
+        differing[size] = rates
+        places[size] = {name: _first_differences(said[plain], said[name]) for name in others}
     says = f"greedy, {dtype}: requests that differ from plain decoding: {'; '.join(told)}"
     return Check(passed, says, differing, places)
 

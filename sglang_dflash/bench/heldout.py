@@ -17,7 +17,7 @@ from typing import Any
 from sglang_dflash.bench import figures
 from sglang_dflash.bench.columns import Column
 from sglang_dflash.bench.setup import SPARE_TOKENS
-from sglang_dflash.offline import Answer, EngineProcess
+from sglang_dflash.offline import Answer, EngineProcess, generate_in_batches
 from sglang_dflash.train import dataset, engine_evaluation, evaluate
 
 DEMO = "demo"  # in the place of a file: the demo's prompts
@@ -89,11 +89,13 @@ def measure(
     names = list(engines)
     answers: dict[str, list[list[Answer]]] = {name: [] for name in names}
     tokens_per_s: dict[str, list[float]] = {name: [] for name in names}
+    prompts = [example.prompt_ids for example in examples]
+    options = {"max_new_tokens": new_tokens, **sampling}
     for engine in engines.values():  # this batch size, untimed
-        _answer_all(engine, examples[:batch], batch, new_tokens, sampling)
+        generate_in_batches(engine, prompts[:batch], batch, **options)
     for repeat in range(repeats):
         for name in figures.turn(names, repeat):
-            answered, wall_s = _answer_all(engines[name], examples, batch, new_tokens, sampling)
+            answered, wall_s = generate_in_batches(engines[name], prompts, batch, **options)
             answers[name].append(answered)
             tokens_per_s[name].append(sum(len(answer.token_ids) for answer in answered) / wall_s)
             print(f"batch {batch}, {name}: {tokens_per_s[name][-1]:.1f} tokens/s", file=sys.stderr, flush=True)
@@ -117,23 +119,6 @@ def measure(
         "cut_short": {name: _cut_short(runs) for name, runs in answers.items()},
     }
     return result if sampling else {**result, "differing_requests": figures.differing(answers)}
-
-
-def _answer_all(
-    engine: EngineProcess,
-    examples: Sequence[dataset.Example],
-    batch: int,
-    new_tokens: int,
-    sampling: Mapping[str, Any],
-) -> tuple[list[Answer], float]:
-    """Answers to all prompts and the seconds of the calls; the last chunk may be smaller."""
-    answers, seconds = [], 0.0
-    for start in range(0, len(examples), batch):
-        prompts = [example.prompt_ids for example in examples[start : start + batch]]
-        chunk, wall_s = engine.generate(prompts, max_new_tokens=new_tokens, **sampling)
-        answers += chunk
-        seconds += wall_s
-    return answers, seconds
 
 
 def _cut_short(runs: Sequence[Sequence[Answer]]) -> float:

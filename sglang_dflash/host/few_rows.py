@@ -6,7 +6,7 @@ launches a second kernel to add up sums. Eager passes stay with it: a launch of 
 
 cuBLAS chooses by the number of rows in how many parts it sums, so that a row of a block may be rounded otherwise than
 the same token decoded alone, and a close call fall otherwise. The kernel sums in any number of parts: the products of
-the target's layers are summed as decoding sums them, bit for bit.
+the target's layers are summed as decoding sums them, bit for bit, or left to cuBLAS.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def test_no_time_is_taken_where_the_check_fails(
     failed = json.loads((tmp_path / "out" / "r.failed.json").read_text())
     assert "batches" not in failed
     parted = failed["check"]["first_differences"]
-    assert parted["ours in batches of 1"] == parted["ours in batches of 2"] == {str(i): 143 for i in range(8)}
+    assert parted["1"]["ours"] == parted["2"]["ours"] == {str(i): 143 for i in range(8)}
     captured = capsys.readouterr()
     assert "the check failed, no time was taken" in captured.err
     assert "ours 8 of 8 in batches of 1; expected at most 1 of ours" in captured.err
@@ -340,20 +340,21 @@ def test_the_check_tolerates_what_rounding_may_change(
 ) -> None:
     answers = {"plain": _answers(*[1] * 8), "stock": _answers(*stock), "ours": _answers(*ours)}
     chosen = [Column("plain", "plain"), Column("stock", "stock"), Column("ours", "ours")]
-    assert correctness.judge({"": answers}, chosen, dtype).passed is passed
+    assert correctness.judge({8: answers}, chosen, dtype).passed is passed
 
 
-def test_every_group_is_judged_by_its_own_rates() -> None:
+def test_every_size_is_judged_by_its_own_rates() -> None:
     chosen = [Column("plain", "plain"), Column("ours", "ours")]
     few = {"plain": _answers(*[1] * 8), "ours": _answers(1, 1, 1, 1, 1, 1, 2, 2)}
     many = {"plain": _answers(*[1] * 64), "ours": _answers(*[1] * 64)}
-    check = correctness.judge({" few": few, " many": many}, chosen, "bfloat16")
+    check = correctness.judge({1: few, 64: many}, chosen, "bfloat16")
     assert check.passed is False
-    assert check.differing == {"ours few": 0.25, "ours many": 0.0}
-    assert check.says.endswith("ours 2 of 8 few; expected at most 1 of ours; ours 0 of 64 many")
+    assert check.differing == {1: {"ours": 0.25}, 64: {"ours": 0.0}}
+    told = "ours 2 of 8 in batches of 1; expected at most 1 of ours; ours 0 of 64 in batches of 64"
+    assert check.says.endswith(told)
 
 
 def test_a_shorter_answer_parts_where_it_ends() -> None:
     answers = {"plain": [Answer([1, 2, 3], "", {})], "ours": [Answer([1, 2], "", {})]}
-    check = correctness.judge({"": answers}, [Column("plain", "plain"), Column("ours", "ours")], "float32")
-    assert check.first_differences == {"ours": {0: 2}}
+    check = correctness.judge({1: answers}, [Column("plain", "plain"), Column("ours", "ours")], "float32")
+    assert check.first_differences == {1: {"ours": {0: 2}}}

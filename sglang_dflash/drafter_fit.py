@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_dflash.drafter_config import DEFAULT_MASK_TOKEN, DrafterConfig
+from sglang_dflash_kernels.contracts import MAX_WIDTH
 
 # Target classes of SGLang 0.5.23 that also hand out the output of their last layer, before the final norm. Every other
 # class hands out a layer's output where the next layer reads it, so its last layer has none to give.
@@ -144,4 +145,7 @@ def _block(config: DrafterConfig, block_size: int | None) -> list[str]:
     if block_size is not None and not 2 <= block_size <= trained:
         expected = f"2 to {trained}, the width the drafter was trained with"
         return [_problem("block size", expected, block_size, f"request at most {trained} draft tokens")]
+    if (width := block_size or trained) > MAX_WIDTH:
+        expected = f"at most {MAX_WIDTH}, the widest block that the kernels lay out"
+        return [_problem("block size", expected, width, f"set --speculative-num-draft-tokens to at most {MAX_WIDTH}")]
     return []

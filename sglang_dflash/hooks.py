@@ -30,19 +30,12 @@ _SERVER_INFO = (
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative"
 )
 _ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
-_UPDATE_FROM_DISK = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk"
-)
-_UPDATE_FROM_TENSOR = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor"
-)
-_UPDATE_FROM_DISTRIBUTED = (
-    "sglang.srt.managers.scheduler_components.weight_updater"
-    ".SchedulerWeightUpdaterManager.update_weights_from_distributed"
-)
-_UPDATE_FROM_IPC = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc"
-)
+_WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATE_FROM_DISK = f"{_WEIGHT_UPDATER}.update_weights_from_disk"
+_UPDATE_FROM_TENSOR = f"{_WEIGHT_UPDATER}.update_weights_from_tensor"
+_UPDATE_FROM_DISTRIBUTED = f"{_WEIGHT_UPDATER}.update_weights_from_distributed"
+_UPDATE_FROM_IPC = f"{_WEIGHT_UPDATER}.update_weights_from_ipc"
+_END_UPDATE = f"{_WEIGHT_UPDATER}.end_weight_update"
 _FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 # Targets that carry our hook in this process.
 _OURS: set[str] = set()
@@ -122,6 +115,7 @@ def _create_worker(original: Any, self: Any, server_args: Any) -> Any:
         _UPDATE_FROM_TENSOR: _update_one_model,
         _UPDATE_FROM_DISTRIBUTED: _update_one_model,
         _UPDATE_FROM_IPC: _update,
+        _END_UPDATE: _update,
     }
     reasons = reasons or _apply(hooks)
     if reasons:
@@ -200,13 +194,14 @@ def _update_from_disk(original: Any, self: Any, recv_req: UpdateWeightFromDiskRe
 def _update_one_model(
     original: Any, self: Any, recv_req: UpdateWeightsFromTensorReqInput | UpdateWeightsFromDistributedReqInput
 ) -> Any:
-    """Tensors that are sent to no model in particular are the target's."""
+    """Tensors that are sent to no model in particular are the target's. They come between a begin and an end."""
     if recv_req.selector == "all":
         recv_req.selector = "target"
-    return _update(original, self, recv_req)
+    return original(self, recv_req)
 
 
 def _update(original: Any, self: Any, recv_req: Any) -> Any:
+    """The end of an update. Weights may have been written in place, with no call but the one that begins and this."""
     output = original(self, recv_req)
     self.draft_worker.weights_updated()
     return output

@@ -71,6 +71,7 @@ REGISTRATION = (
     Contract("sglang.srt.utils.common.get_device_memory_capacity", ("device",)),
 )
 
+_END_UPDATE = "end_weight_update"
 # The scheduler's side: checked where the worker is made, and by `sglang-dflash check`.
 WORKER = (
     Contract("sglang.srt.speculative.dflash_utils.validate_dflash_request", ("req", "enable_overlap"), exact=True),
@@ -81,11 +82,11 @@ WORKER = (
     ),
     *(
         Contract(
-            f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_{source}",
+            f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}",
             ("self", "recv_req"),
             exact=True,
         )
-        for source in ("ipc", "disk", "tensor", "distributed")
+        for name in (*(f"update_weights_from_{x}" for x in ("ipc", "disk", "tensor", "distributed")), _END_UPDATE)
     ),
     Contract("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput", ("model_path",)),
     Contract("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqInput", ("selector",)),

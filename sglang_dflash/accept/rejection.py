@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from sglang_dflash.accept.match import MatchAcceptor
+from sglang_dflash.draws import draw
 from sglang_dflash.records import Accepted, Draft, Round, Verified
 
 
@@ -30,7 +31,7 @@ class RejectionAcceptor:
         num_kept_B1 = kept.cumprod(dim=1).sum(dim=1, keepdim=True)
         accepted = self._match.unfilled(round_.num_requests, width)
         residual_BV = _residual(p_BWV, draft.q, num_kept_B1)
-        accepted.bonus_B.copy_(torch.multinomial(residual_BV, 1)[:, 0])
+        accepted.bonus_B.copy_(draw(residual_BV))
         accepted.commit_B.copy_(num_kept_B1[:, 0] + 1)
         torch.add(round_.seq_lens_B, num_kept_B1[:, 0] + 1, out=accepted.new_lens_B)
         slots_W = torch.arange(width, device=drafts.device)

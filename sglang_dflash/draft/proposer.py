@@ -14,6 +14,7 @@ import torch
 
 from sglang_dflash.buffers import Buffers
 from sglang_dflash.draft.head import Head
+from sglang_dflash.draws import draw
 from sglang_dflash.records import Block, Draft, Round
 
 
@@ -112,7 +113,7 @@ class SampledProposer(ArgmaxProposer):
         # A broken drafter says what is no distribution. The first token then, surely: it is verified as any other.
         broken = q[..., :1].isnan()
         q.masked_fill_(broken, 0.0)[..., :1].masked_fill_(broken, 1.0)
-        drawn = torch.multinomial(q.flatten(0, 1), 1).view(draft.confidence.shape)
+        drawn = draw(q)
         if (tokens_S := self._head.tokens_S) is not None:
             drawn = tokens_S[drawn]
             # Over the whole vocabulary, as the target's distribution: a token that cannot be drafted has 0.
@@ -128,7 +129,7 @@ def make(name: str, ops: Any, buffers: Buffers, head: Head) -> Proposer:
     """The proposer of a config: `argmax`, `sampled` or `package.module:Class`.
 
     Raises:
-        ValueError: no such class.
+        ValueError: no such class, or one that lacks a part of a Proposer.
     """
     if name in _PROPOSERS:
         return _PROPOSERS[name](ops, buffers, head)
@@ -140,4 +141,7 @@ def make(name: str, ops: Any, buffers: Buffers, head: Head) -> Proposer:
         raise ValueError(f"proposer: expected {expected}, got {name!r} ({error}).") from error
     if not isinstance(proposer, type):
         raise ValueError(f"proposer: expected {expected}, got {name!r} (a {type(proposer).__name__}).")
-    return proposer(ops, buffers, head)
+    made: Proposer = proposer(ops, buffers, head)
+    if missing := [part for part in ("draws", "score", "propose") if not hasattr(made, part)]:
+        raise ValueError(f"proposer: expected {', '.join(missing)} as a Proposer has them, got none in {name!r}.")
+    return made

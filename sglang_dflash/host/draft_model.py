@@ -27,8 +27,6 @@ Score = Callable[[torch.Tensor, torch.Tensor], None]
 # The fused context (N, H) to keys and values of every draft layer (N, L, E).
 Projection = Callable[[torch.Tensor], torch.Tensor]
 
-_DENSE = (torch.float32, torch.float16, torch.bfloat16)
-
 
 class DraftModel:
     """SGLang's worker of the drafter, as the round uses it."""
@@ -51,7 +49,7 @@ class DraftModel:
         # SGLang's draft model embeds its block with this, inside the graph; given embeddings it would cast to bfloat16.
         self.model.forward_embed = target.embed
         attention = [layer.self_attn for layer in self.model.layers]
-        _require_dense(attention)
+        _require_served(attention)
         # Before the KV pool takes the free memory.
         quantized = fp8_drafter.is_fp8(self.model)
         self._project = self._projection_in_fp8(ops) if quantized else self._projection(attention)
@@ -179,7 +177,7 @@ def _require_dtype(drafter: torch.dtype, target: torch.dtype) -> None:
         )
 
 
-def _require_dense(attention: list[Any]) -> None:
+def _require_served(attention: list[Any]) -> None:
     if any(a.use_gemma_norm for a in attention):
         raise ValueError("the drafter: expected RMSNorm, got Gemma norms.")
     # Injection reads SGLang's table of cosines and sines; LongRoPE, for one, keeps two tables and chooses at run time.
@@ -188,7 +186,7 @@ def _require_dense(attention: list[Any]) -> None:
         raise ValueError(f"the drafter: expected neox-style RoPE from one table, got {type(rotary[0]).__name__}.")
     if any(getattr(a.qkv_proj, "use_intel_amx_backend", False) for a in attention):
         raise ValueError("the drafter: expected weights as they were loaded, got weights repacked for AMX.")
-    served = (*_DENSE, torch.float8_e4m3fn)
+    served = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
     if any(getattr(getattr(a.qkv_proj, "weight", None), "dtype", None) not in served for a in attention):
         raise ValueError(
             "the drafter: expected dense or FP8 attention weights, got others; use the unquantized drafter."

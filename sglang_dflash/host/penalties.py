@@ -42,6 +42,9 @@ class Penalties:
 
         The prefill samples with SGLang's own penalizers, which know nothing of what a retracted request has said.
         """
+        # Sessions keep requests that are finished, and the waiting queue those that were retracted.
+        for req in [req for req in self._outputs if req.finished() or req.is_retracted]:
+            del self._outputs[req]
         for req in filter(_asks, batch.reqs):
             self._outputs[req] = self._output_of(req)
         resumed = [i for i in self._asking(batch.reqs) if batch.reqs[i].output_ids]
@@ -87,7 +90,7 @@ class Penalties:
             _add(said, tokens_BW[index_P, slot, None], committed_P1)
         for row, i in enumerate(asking):
             output = self._outputs[reqs[i]]
-            # Rows of one tensor: it lives as long as one of them, which is a round.
+            # Rows of one tensor, which lives as long as one of them.
             output.frequency_V, output.said_V = said.frequency_V[row], said.said_V[row]
 
     def asked(self, reqs: Sequence[Any]) -> bool:
@@ -100,16 +103,20 @@ class Penalties:
 
     def _output_of(self, req: Any) -> _Output:
         params, device = req.sampling_params, self.device
-        ids = torch.tensor(req.output_ids, dtype=torch.int64)
-        counts_V = torch.bincount(ids, minlength=self.vocab_size).to(device)
-        stops_V = torch.zeros(self.vocab_size, dtype=torch.bool)
-        stops_V[[token for token in _stop_ids(req) if token < self.vocab_size]] = True
+        counts_V = torch.zeros(self.vocab_size, dtype=torch.int64, device=device)
+        if req.output_ids:
+            ids = async_h2d(req.output_ids, dtype=torch.int64, device=device)
+            counts_V.scatter_add_(0, ids, torch.ones_like(ids))
+        stops_V = torch.zeros(self.vocab_size, dtype=torch.bool, device=device)
+        if stops := [token for token in _stop_ids(req) if token < self.vocab_size]:
+            stops_V.index_fill_(0, async_h2d(stops, dtype=torch.int64, device=device), True)
         penalties = [params.frequency_penalty, params.presence_penalty, params.repetition_penalty]
+        stops_from = len(req.origin_input_ids) + params.min_new_tokens
         return _Output(
             frequency_V=counts_V * params.frequency_penalty,
             said_V=counts_V > 0,
-            stops_V=stops_V.to(device),
-            stops_from=torch.tensor(len(req.origin_input_ids) + params.min_new_tokens, device=device),
+            stops_V=stops_V,
+            stops_from=async_h2d([stops_from], dtype=torch.int64, device=device)[0],
             penalties_3=async_h2d(penalties, dtype=torch.float32, device=device),
         )
 

@@ -71,13 +71,13 @@ def distribution(runner: Any, info: Any, logits_NV: torch.Tensor, positions_BW: 
     in its own order, is what its sampler reports for requests that ask for their sampling masks: here all rows do.
     """
     rows = for_rows(info, positions_BW.shape[1])
-    rows.sampling_mask_batch_indices = torch.arange(logits_NV.shape[0], device=logits_NV.device)
-    unfiltered = not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling)
-    probs_NV = torch.softmax(logits_NV / rows.temperatures, dim=-1)
-    _, left = runner.sampler._sample_from_probs(probs_NV, rows, positions_BW.reshape(-1), unfiltered)
-    p_NV = left.weights
-    if left.token_ids is not None:
-        p_NV = torch.zeros_like(p_NV).scatter_(1, left.token_ids.long(), p_NV)
+    p_NV = torch.softmax(logits_NV / rows.temperatures, dim=-1)
+    if info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling:
+        rows.sampling_mask_batch_indices = torch.arange(logits_NV.shape[0], device=logits_NV.device)
+        _, left = runner.sampler._sample_from_probs(p_NV, rows, positions_BW.reshape(-1), False)
+        p_NV = left.weights
+        if left.token_ids is not None:
+            p_NV = torch.zeros_like(p_NV).scatter_(1, left.token_ids.long(), p_NV)
     p_NV.div_(p_NV.sum(dim=-1, keepdim=True))
     if info.is_any_greedy:
         # Ties fall where the argmax has them.

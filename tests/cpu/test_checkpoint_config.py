@@ -323,6 +323,7 @@ def test_a_fitting_drafter_passes():
             "block size: expected 2 to 16, the width the drafter was trained with, got 17; request at most 16",
         ),
         ({}, {}, 1, "block size: expected 2 to 16, the width the drafter was trained with, got 1"),
+        ({"block_size": 65}, {}, None, "block size: expected at most 64, the widest .*, got 65; set --speculative"),
         ({"block_size": 1}, {}, None, r"block_size: expected at least 2 \(anchor and one draft\), got 1; correct"),
         ({"mask_token_id": 49152}, {}, None, "expected an id below the target's vocabulary size 49152, got 49152; use"),
         (

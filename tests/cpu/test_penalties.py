@@ -146,6 +146,18 @@ def test_a_batch_that_asks_for_nothing_costs_nothing() -> None:
     assert len(penalties._outputs) == 0
 
 
+@pytest.mark.parametrize("gone", [{"finished_reason": "any"}, {"is_retracted": True}], ids=["finished", "retracted"])
+def test_the_next_prefill_lets_go_of_requests_that_are_kept_elsewhere(gone: dict[str, Any]) -> None:
+    """Sessions keep a finished request, and its output would hold the rows of all that ran with it."""
+    penalties, reqs = Penalties(V, CPU), [request(OPTIONS[0]), request(OPTIONS[3])]
+    prefill(penalties, reqs, [1, 2])
+    for name, value in gone.items():
+        setattr(reqs[0], name, value)
+    prefill(penalties, [request(OPTIONS[1])], [3])
+    assert reqs[0] not in penalties._outputs
+    check_rounds(penalties, reqs[1:], [[2]], random.Random(0))
+
+
 def test_an_output_goes_with_its_request() -> None:
     penalties, reqs = Penalties(V, CPU), [request(OPTIONS[0])]
     prefill(penalties, reqs, [1])

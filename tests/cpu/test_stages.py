@@ -164,9 +164,15 @@ def no_block() -> Block:
     return Block(empty, empty, empty, None)
 
 
-class AnotherProposer:
+class IncompleteProposer:
     def __init__(self, *args: Any) -> None:
-        self.args = args
+        self.args, self.draws = args, False
+
+
+class AnotherProposer(IncompleteProposer):
+    def score(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None: ...
+
+    def propose(self, round_: Round, block: Any) -> Any: ...
 
 
 def test_a_proposer_is_named_by_module_and_class(buffers: Buffers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +184,14 @@ def test_a_proposer_is_named_by_module_and_class(buffers: Buffers, monkeypatch: 
     made: Any = proposer.make("another_package.proposers:AnotherProposer", OPS, buffers, head_VH)
     assert type(made) is AnotherProposer
     assert made.args == (OPS, buffers, head_VH)
+
+
+def test_a_proposer_that_lacks_a_part_is_refused(buffers: Buffers, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "another_package", sys.modules[__name__])
+    with pytest.raises(ValueError, match="expected score, propose as a Proposer has them, got none in"):
+        proposer.make("another_package:IncompleteProposer", OPS, buffers, torch.zeros(2, 2))
 
 
 @pytest.mark.parametrize(

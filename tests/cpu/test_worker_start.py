@@ -39,7 +39,7 @@ def attention(**changes: Any) -> SimpleNamespace:
 
 
 def test_dense_layers_pass() -> None:
-    draft_model._require_dense([attention(), attention()])
+    draft_model._require_served([attention(), attention()])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_dense_layers_pass() -> None:
 )
 def test_a_layer_that_injection_would_read_wrong_is_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        draft_model._require_dense([attention(), attention(**changes)])
+        draft_model._require_served([attention(), attention(**changes)])
 
 
 def test_drafter_and_target_share_a_dtype() -> None:

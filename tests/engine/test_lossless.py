@@ -93,6 +93,7 @@ def expected_rounds(index: int, answer: list[int]) -> int:
     return num_rounds
 
 
+@pytest.mark.skipif(not (FULL or HAS_CUDA), reason="on a CPU test_drafter_oracle.py has a trained drafter")
 def test_real_drafter(
     models: demo.Models, prompt_ids: dict[str, list[int]], plain: dict[str, list[int]], tmp_path: Path
 ) -> None:

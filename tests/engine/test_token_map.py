@@ -1,4 +1,4 @@
-"""A drafter over a token map: it drafts the map's most probable tokens, also after an update of the target's head, and
+"""A drafter over a token map: it drafts the map's most probable tokens, also after updates of the target's head, and
 the answers are plain decoding's."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(HAS_CUDA, reason="compares float32 numbers of the CPU engine"),
 ]
 
+STAGES = ("start", "updated", "back")
 BLOCK_SIZE = 8
 NUM_NEW_TOKENS = 32
 MAP_SIZE = 5
@@ -37,6 +38,23 @@ def answer(started: EngineProcess, stage: str) -> list[Answer]:
     return answers
 
 
+def answer_of_stages(started: EngineProcess, first: demo.Models, updated: demo.Models) -> dict[str, list[Answer]]:
+    """At the start, after an update from disk, and after the first target's tensors were sent back."""
+    answers = {"start": answer(started, "start")}
+    success, message, *_ = started.call("update_weights_from_disk", str(updated.target))
+    assert success, message
+    answers["updated"] = answer(started, "updated")
+    tensors = list(load_file(first.target / "model.safetensors").items())
+    for call, args in (
+        ("begin_weight_update", ()),
+        ("update_weights_from_tensor", (tensors,)),
+        ("end_weight_update", ()),
+    ):
+        success, message, *_ = started.call(call, *args)
+        assert success, message
+    return {**answers, "back": answer(started, "back")}
+
+
 def tokens_of(answers: list[Answer]) -> list[list[int]]:
     return [one.token_ids for one in answers]
 
@@ -49,13 +67,11 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> demo.Models:
 
 @pytest.fixture(scope="module")
 def run(tiny_models: demo.Models, updated: demo.Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Answers and records of a server with a map before and after an update of its target; plain decoding's of both."""
+    """Answers and records of a server with a map before and after updates of its target; plain decoding's of all."""
     scratch = tmp_path_factory.mktemp("map")
     args: dict[str, Any] = {"max_total_tokens": 4096}
-    plain = {}
-    for stage, models in (("start", tiny_models), ("updated", updated)):
-        with engine("plain", models, scratch / f"{stage}-log", **args) as started:
-            plain[stage] = answer(started, stage)
+    with engine("plain", tiny_models, scratch / "plain-log", **args) as started:
+        plain = answer_of_stages(started, tiny_models, updated)
     said = Counter(token for stage in plain.values() for one in stage for token in one.token_ids)
     tokens = [token for token, _ in said.most_common(MAP_SIZE)]
     torch.save(tokens, scratch / "map.pt")
@@ -65,14 +81,11 @@ def run(tiny_models: demo.Models, updated: demo.Models, tmp_path_factory: pytest
     }
     args |= {"speculative_num_draft_tokens": BLOCK_SIZE, "speculative_token_map": str(scratch / "map.pt")}
     with engine("ours", tiny_models, scratch / "log", env, **args) as started:
-        ours = {"start": answer(started, "start")}
-        success, message, *_ = started.call("update_weights_from_disk", str(updated.target))
-        assert success, message
-        ours["updated"] = answer(started, "updated")
+        ours = answer_of_stages(started, tiny_models, updated)
     return {"plain": plain, "ours": ours, "tokens": tokens, "records": recording.read(scratch / "record")}
 
 
-@pytest.mark.parametrize("stage", ["start", "updated"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_answers_are_plain_decodings(run: dict[str, Any], stage: str) -> None:
     assert tokens_of(run["ours"][stage]) == tokens_of(run["plain"][stage])
     assert tokens_of(run["ours"]["start"]) != tokens_of(run["ours"]["updated"])
@@ -81,11 +94,11 @@ def test_answers_are_plain_decodings(run: dict[str, Any], stage: str) -> None:
     assert any(sum(one.accepted_histogram[1:]) for one in run["ours"][stage]), "some of the map's drafts are right"
 
 
-@pytest.mark.parametrize("stage", ["start", "updated"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_drafts_are_the_maps_most_probable_tokens(
     run: dict[str, Any], tiny_models: demo.Models, updated: demo.Models, stage: str
 ) -> None:
-    models = {"start": tiny_models, "updated": updated}[stage]
+    models = updated if stage == "updated" else tiny_models
     head_VH = load_file(Path(models.target) / "model.safetensors")["lm_head.weight"]
     tokens_S = torch.tensor(run["tokens"])
     num_compared = num_likelier = 0

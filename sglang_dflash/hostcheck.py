@@ -71,7 +71,10 @@ REGISTRATION = (
     Contract("sglang.srt.utils.common.get_device_memory_capacity", ("device",)),
 )
 
-_END_UPDATE = "end_weight_update"
+_UPDATES = (
+    *(f"update_weights_from_{source}" for source in ("ipc", "disk", "tensor", "distributed")),
+    "end_weight_update",
+)
 # The scheduler's side: checked where the worker is made, and by `sglang-dflash check`.
 WORKER = (
     Contract("sglang.srt.speculative.dflash_utils.validate_dflash_request", ("req", "enable_overlap"), exact=True),
@@ -86,7 +89,7 @@ WORKER = (
             ("self", "recv_req"),
             exact=True,
         )
-        for name in (*(f"update_weights_from_{x}" for x in ("ipc", "disk", "tensor", "distributed")), _END_UPDATE)
+        for name in _UPDATES
     ),
     Contract("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput", ("model_path",)),
     Contract("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqInput", ("selector",)),

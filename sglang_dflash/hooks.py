@@ -201,7 +201,7 @@ def _update_one_model(
 
 
 def _update(original: Any, self: Any, recv_req: Any) -> Any:
-    """The end of an update. Weights may have been written in place, with no call but the one that begins and this."""
+    """A whole update, or the end of one that came in parts, or in place with no call for the weights themselves."""
     output = original(self, recv_req)
     self.draft_worker.weights_updated()
     return output

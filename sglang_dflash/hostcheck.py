@@ -71,10 +71,6 @@ REGISTRATION = (
     Contract("sglang.srt.utils.common.get_device_memory_capacity", ("device",)),
 )
 
-_UPDATES = (
-    *(f"update_weights_from_{source}" for source in ("ipc", "disk", "tensor", "distributed")),
-    "end_weight_update",
-)
 # The scheduler's side: checked where the worker is made, and by `sglang-dflash check`.
 WORKER = (
     Contract("sglang.srt.speculative.dflash_utils.validate_dflash_request", ("req", "enable_overlap"), exact=True),
@@ -85,11 +81,17 @@ WORKER = (
     ),
     *(
         Contract(
-            f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}",
+            f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{update}",
             ("self", "recv_req"),
             exact=True,
         )
-        for name in _UPDATES
+        for update in (
+            "update_weights_from_ipc",
+            "update_weights_from_disk",
+            "update_weights_from_tensor",
+            "update_weights_from_distributed",
+            "end_weight_update",
+        )
     ),
     Contract("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput", ("model_path",)),
     Contract("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqInput", ("selector",)),

@@ -103,7 +103,7 @@ def sampled(
         return answers_of(started, prompts)
 
 
-# On a CPU test_properties.py has such a server without overlap.
+# On a CPU test_properties.py has a server without overlap.
 @pytest.mark.parametrize("overlap", [True, False] if HAS_CUDA else [True], ids=lambda on: "overlap" if on else "sync")
 def test_seeded_answers_equal_plain_decoding(
     models: demo.Models, prompts: dict[str, list[int]], sampled: dict[str, Any], tmp_path: Path, overlap: bool

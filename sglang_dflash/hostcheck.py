@@ -86,10 +86,7 @@ WORKER = (
             exact=True,
         )
         for update in (
-            "update_weights_from_ipc",
-            "update_weights_from_disk",
-            "update_weights_from_tensor",
-            "update_weights_from_distributed",
+            *(f"update_weights_from_{source}" for source in ("ipc", "disk", "tensor", "distributed")),
             "end_weight_update",
         )
     ),
